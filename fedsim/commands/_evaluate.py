@@ -13,12 +13,12 @@ from fedsim.experiment.driving import check_trusted, evaluation_line, is_sweep
 
 _ABOUT = f"Evaluate the model of the run in FOLDER. Nothing is written into the folder. {RUNS_CODE}"
 _USAGE = f"""\
-usage: fedsim evaluate FOLDER [--split test|train] [--which last|best] [--personalized] [OPTIONS]
+usage: fedsim evaluate FOLDER [--split test|validation|train] [--which last|best] [--personalized] [OPTIONS]
 
 {textwrap.fill(_ABOUT, 100)}
 `fedsim evaluate FOLDER --help` lists the options."""
 _OPTIONS = {
-    "split": Option("", Literal["test", "train"], "test", "The examples: those of the test data, or the training data."),
+    "split": Option("", Literal["test", "validation", "train"], "test", "The examples: test, validation or training data."),
     "which": Option("", Literal["last", "best"], "last", "The checkpoint: the newest one, or that of the best evaluation."),
     "personalized": Option("", bool, False, "Evaluate each client's own model, if the algorithm has such models."),
     "trust": TRUST,
@@ -40,8 +40,10 @@ def main(arguments: list[str]) -> int:
     settings = Settings(**{name: chosen[name] for name in speed})
     use_devices(settings.num_devices)
     run = experiment.load(folder, which=chosen["which"], settings=settings)
-    data = run.test_data if chosen["split"] == "test" else run.train_data
+    data = {"test": run.test_data, "validation": run.validation_data, "train": run.train_data}[chosen["split"]]
+    if data is None:
+        raise ValueError("The run has no validation data: give --split test or train.")
     evaluation = run.evaluate(data, personalized=chosen["personalized"])
     print(f"{chosen['split']} data, {data.num_examples:,} examples of {data.num_clients:,} clients, after round {run.round}\n")
-    print(experiment.evaluation_table(evaluation_line(evaluation, run.round), chosen["split"]))
+    print(experiment.evaluation_table(evaluation_line(evaluation, run.round, chosen["split"]), chosen["split"]))
     return 0

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     about = "Print what a round of the run with these options costs, without running a round or writing a file."
     config, settings, *_, others = configured(arguments, "fedsim plan", about, {"tpu": _TPU})
     use_devices(settings.num_devices)
-    algorithm, sampler, _ = experiment.build(config, settings)
+    algorithm, sampler, *_ = experiment.build(config, settings)
     if (topology := others["tpu"]) is not None:
         algorithm = _on_tpu(algorithm, topology)
     plan = fedsim.plan(algorithm, sampler.cohort(0), measure=topology is None)

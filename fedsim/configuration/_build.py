@@ -20,6 +20,7 @@ from fedsim.configuration._client_optimizer import client_optimizer as make_clie
 from fedsim.configuration._config import RunConfig, Settings, options_of_samplers, options_that_build
 from fedsim.configuration._pinned import pinned_path
 from fedsim.configuration._scheduled import scheduled
+from fedsim.configuration._validation import with_validation
 from fedsim.data import Batches, FederatedData, population_identity
 from fedsim.execution import share_programs
 from fedsim.model import Model
@@ -39,11 +40,13 @@ class Experiment(NamedTuple):
       algorithm: the algorithm, with its model, optimizers and execution.
       sampler: a sampler of cohorts of the training data.
       test_data: the test data.
+      validation_data: the validation data; None if there are none.
     """
 
     algorithm: Algorithm
     sampler: Sampler
     test_data: FederatedData
+    validation_data: FederatedData | None = None
 
 
 class Hyperparameter(NamedTuple):
@@ -71,8 +74,8 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
       ValueError: the dataset, model or algorithm is unknown; the algorithm does not have a hyperparameter or refuses its
         value; or a cohort is larger than the population.
 
-    >>> algorithm, sampler, test_data = build(RunConfig(dataset="digits", algorithm="fedprox"), Settings())
-    >>> algorithm.mu, sampler.clients
+    >>> experiment = build(RunConfig(dataset="digits", algorithm="fedprox"), Settings())
+    >>> experiment.algorithm.mu, experiment.sampler.clients
     (0.1, 10)
     """
     (experiment,) = build_members([config], settings)
@@ -110,7 +113,8 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
         key = id(splits.train), *(getattr(config, name) for name in options_of_samplers())
         if key not in samplers:
             samplers[key] = _sampler(_with_few_labels(splits.train, type(algorithm), config), config, algorithm)
-        experiments.append(_with_virtual_clock(Experiment(algorithm, samplers[key], splits.test), config))
+        experiment = Experiment(algorithm, samplers[key], splits.test, splits.validation)
+        experiments.append(_with_virtual_clock(experiment, config))
     _share_programs([experiment.algorithm for experiment in experiments], configs)
     return experiments
 
@@ -122,7 +126,9 @@ def _fields(cls: type[Algorithm]) -> set[str]:
 def _load(configs: Sequence[RunConfig]) -> list[datasets.FederatedSplits]:
     """Loads the dataset of each run: equal ones once, so that the runs share its memory."""
     loaded: dict[Any, datasets.FederatedSplits] = {}
+    divided: dict[Any, datasets.FederatedSplits] = {}
     files: list[tuple[Any, datasets.FederatedSplits]] = []
+    of_configs = []
     for config in configs:
         if (name := (config.drawn_dataset, config.data)) not in loaded:
             new = datasets.load(config.drawn_dataset, data=config.data)
@@ -131,7 +137,11 @@ def _load(configs: Sequence[RunConfig]) -> list[datasets.FederatedSplits]:
             loaded[name] = next((known for place, known in files if place == mapped), new)
             if None not in mapped:
                 files.append((mapped, loaded[name]))
-    return [loaded[config.drawn_dataset, config.data] for config in configs]
+        key = id(loaded[name]), config.validation, config.validation and config.seed
+        if key not in divided:
+            divided[key] = with_validation(loaded[name], config.validation, config.seed)
+        of_configs.append(divided[key])
+    return of_configs
 
 
 def _mapped(data: FederatedData) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fedsim import checks
 from fedsim.configuration._pinned import pinned
+from fedsim.configuration._validation import validation_fraction
 from fedsim.data import Batches
 from fedsim.datasets import with_seed
 from fedsim.execution import Auto, Debug, Execution, Jit, Pmap, Sharded
@@ -140,6 +141,12 @@ class RunConfig:
         "With --precision: a factor of the gradient inside of the network, such as 1024, so that small values do not become 0 "
         "in float16.",
         builds="model",
+    )
+    validation: str | None = _option(
+        None,
+        "data and model",
+        "Part of the training data that is set apart for validation: '0.1' is a fraction of each client's examples, "
+        "'clients(fraction=0.1)' of the clients; default: the dataset's own validation data, if it has some.",
     )
     labels: float | None = _option(
         None,
@@ -301,6 +308,12 @@ class RunConfig:
         None, "training", "Largest number of steps of a client per round.", builds="batches", of_sampler=True
     )
     evaluate_every: int = _option(10, "training", "Rounds between evaluations on the test data.")
+    stop_when: str | None = _option(
+        None,
+        "training",
+        "Rules that end the run after an evaluation, joined by 'or': 'no_better(evaluations=5)' (validation loss), "
+        "'reached(value=0.9)' (validation accuracy), 'spent(megabytes=100)', 'spent(seconds=3600)' (simulated).",
+    )
     shuffle: bool = _option(True, "training", "Clients shuffle their examples in every epoch.", builds="batches")
     drop_remainder: bool = _option(
         False, "training", "Clients leave out a last batch that is not full.", builds="batches", of_sampler=True
@@ -346,6 +359,8 @@ class RunConfig:
         # Raises ValueError for epochs and steps together, and for a microbatch that is larger than the batch.
         Batches(size=self.batch_size, epochs=self.epochs, steps=self.steps, microbatch=self.microbatch)
         checks.whole(0, seed=self.seed)
+        if self.validation is not None:
+            validation_fraction(self.validation)
         rates: dict[str, Any] = {name: value for name, value in self.hyperparameters.items() if name == "server_learning_rate"}
         checks.positive(client_learning_rate=self.client_learning_rate, **rates, remedy="give a step size, e.g. 0.1")
         checks.number(least=0, most=1, attackers=self.attackers, stragglers=self.stragglers, remedy="give a fraction")

@@ -66,6 +66,7 @@ class FederatedSplits:
       test: the test examples. It may have other clients than ``train``, and clients without examples.
       description: description of the dataset. If it does not state the features, they are those of ``train``.
       held_out: a third split with clients that are in neither of the others (of Stack Overflow); None if there is none.
+      validation: examples by which settings are chosen and runs are stopped; None if there are none.
       decode: converts one example's ``x`` or ``y`` to text if these are token ids; otherwise None.
     """
 
@@ -73,6 +74,7 @@ class FederatedSplits:
     test: FederatedData
     description: Description
     held_out: FederatedData | None = None
+    validation: FederatedData | None = None
     decode: Callable[[Any], str] | None = None
 
 
@@ -163,7 +165,7 @@ def load(
       **options: options of the dataset; ``fedsim datasets describe NAME`` lists them.
 
     Returns:
-      The splits ``train`` and ``test`` (and ``held_out``, if there is one), with the description.
+      The splits ``train`` and ``test`` (and ``held_out`` and ``validation``, if there are any), with the description.
 
     Raises:
       ValueError: there is no such dataset (the message suggests similar names), it has no such option or refuses the value of
@@ -305,7 +307,7 @@ def _check_splits(name: str, splits: Any) -> None:
     for split in ("train", "test"):
         if split not in splits:
             raise ValueError(f"The loader of {name!r} returned no split {split!r}, only {list(splits)}: return both.")
-    known = ["train", "test", "held_out", "decode"]
+    known = ["train", "test", "held_out", "validation", "decode"]
     for split, data in splits.items():
         if split not in known:
             raise ValueError(

@@ -28,6 +28,8 @@ from fedsim.experiment._report import draw_learning_curve as draw_learning_curve
 from fedsim.experiment._report import evaluation_table as evaluation_table
 from fedsim.experiment._simulate import Simulation as Simulation
 from fedsim.experiment._simulate import simulate as simulate
+from fedsim.experiment._stop_rules import STOP_RULES as STOP_RULES
+from fedsim.experiment._stop_rules import StopRule as StopRule
 from fedsim.experiment._stored_run import StoredRun as StoredRun
 from fedsim.experiment._stored_run import load as load
 from fedsim.experiment._writers import read_metrics as read_metrics

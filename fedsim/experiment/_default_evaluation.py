@@ -25,15 +25,16 @@ def is_personal(algorithm: Algorithm) -> bool:
 
 
 def default_evaluation(
-    algorithm: Algorithm, train: FederatedData, data: FederatedData | None, like: State
+    algorithm: Algorithm, train: FederatedData, data: FederatedData | None, like: State, name: str = "test_data"
 ) -> Callable[[State], Scores] | None:
-    """Returns the evaluation of states on test data, see `fedsim.experiment.run`; None without test data.
+    """Returns the evaluation of states on test or validation data, see `fedsim.experiment.run`; None without test data.
 
     Args:
       algorithm: the algorithm of the run.
       train: the training data, for clients' personal models.
       data: the test data.
       like: a state of the algorithm, of arrays or ``jax.ShapeDtypeStruct``.
+      name: of the data, for error messages.
 
     Raises:
       ValueError: the algorithm cannot be evaluated, or the data has no examples or does not fit the model.
@@ -50,7 +51,7 @@ def default_evaluation(
         return None
     if not data.num_examples:
         raise ValueError(
-            f"Expected test_data with examples, got {data.num_clients} clients without any: give other data, or leave it out."
+            f"Expected {name} with examples, got {data.num_clients} clients without any: give other data, or leave it out."
         )
     own, model = getattr(algorithm, "evaluate", None), getattr(algorithm, "model", None)
     if own is not None:
@@ -58,7 +59,7 @@ def default_evaluation(
     params = jax.eval_shape(lambda state: getattr(state, "params", None), like)
     if model is None or params is None:
         raise ValueError(
-            f"{type(algorithm).__name__} cannot be evaluated on test_data, because it has no model or no state.params. Define "
+            f"{type(algorithm).__name__} cannot be evaluated on {name}, because it has no model or no state.params. Define "
             "a method evaluate(state, data), or pass evaluate=, a function of the state, to run."
         )
     model.check(data)
@@ -77,6 +78,6 @@ def default_evaluation(
     if shapes[0] != shapes[1] and not is_personal(algorithm):
         raise ValueError(
             f"state.params of {type(algorithm).__name__} has other shapes than the parameters of its model, so it cannot be "
-            "evaluated on test_data. Define a method evaluate(state, data), or pass evaluate=, a function of the state, to run."
+            f"evaluated on {name}. Define a method evaluate(state, data), or pass evaluate=, a function of the state, to run."
         )
     return evaluation

@@ -146,6 +146,11 @@ class Rounds:
         self.position = dispatch.stop
         return dispatch
 
+    @property
+    def waits(self) -> bool:
+        """Whether the next rounds depend on results that are not finished, so that they cannot be dispatched yet."""
+        return False
+
     def needs_state(self, stop: int) -> bool:
         """Returns whether `finish` needs the state after round ``stop``, the last round of a dispatch."""
         return stop == self.rounds
@@ -178,7 +183,8 @@ def pipelined(dispatch: Callable[[], _Sent | None], finish: Callable[[_Sent], ob
     """Finishes each dispatch while the next one runs. If one cannot be sent, the one before it is finished.
 
     Args:
-      dispatch: sends the next rounds to the devices; returns None if there are none.
+      dispatch: sends the next rounds to the devices; returns None if there are none, or if the results of the last ones have
+        to be known first. It is then called again.
       finish: waits for a dispatch, and takes its results.
 
     Returns:
@@ -194,16 +200,16 @@ def pipelined(dispatch: Callable[[], _Sent | None], finish: Callable[[_Sent], ob
     finishes 3
     3
     """
-    last = None
+    last = unfinished = None
     while True:
         try:
             sent = dispatch()
         except Exception:
-            if last is not None:
-                finish(last)
+            if unfinished is not None:
+                finish(unfinished)
             raise
-        if last is not None:
-            finish(last)
-        if sent is None:
+        if unfinished is not None:
+            finish(unfinished)
+        elif sent is None:
             return last
-        last = sent
+        unfinished, last = sent, last if sent is None else sent

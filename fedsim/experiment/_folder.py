@@ -19,6 +19,7 @@ from fedsim.datasets import with_seed
 from fedsim.durable_files import is_full, writing
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._environment import changed_code, jax_settings, versions
+from fedsim.experiment._stop_rules import stop_rules
 from fedsim.experiment._trust import write_signed
 from fedsim.experiment._writers import read_metrics
 from fedsim.text_files import read_json
@@ -140,14 +141,16 @@ class RunFolder:
         False
         """
         history = read_metrics(self.metrics)
-        if not self.config.exists() or not history or history[-1]["round"] < config.rounds:
+        last = history[-1]["round"] if history else 0
+        is_stopped = any(rule.reason(history) for rule in stop_rules(config.stop_when))
+        if not self.config.exists() or not last or (last < config.rounds and not is_stopped):
             return False
         stored = read_config(self.path)
         # Earlier versions did not record the seed of the dataset, which was 0.
         drawn = stored.get("population", {}).get("dataset") or with_seed(config.dataset, 0)
         if (stored["config"], drawn) != (json.loads(json.dumps(dataclasses.asdict(config))), config.drawn_dataset):
             return False  # The run then raises an error that names the differences.
-        saved = not Checkpoints.available() or config.rounds in Checkpoints(self.checkpoints).rounds()
+        saved = not Checkpoints.available() or last in Checkpoints(self.checkpoints).rounds()
         return saved and ((self.path / "learning_curve.png").exists() or importlib.util.find_spec("matplotlib") is None)
 
     def _compare(self, run: Mapping[str, Any], stored: Mapping[str, Any], code: Mapping[str, str]) -> None:

@@ -77,21 +77,24 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
     ]
 
 
-def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> Line:
+SPLITS = ("validation", "test")
+
+
+def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int, split: str = "test") -> Line:
     """Returns the line of an evaluation after ``round`` rounds.
 
-    A metric with one number is ``test_<metric>``, and ``test_<metric>_clients_<mean, std or worst10>`` over clients. A metric
-    with an array, such as a confusion matrix, is a nested list ``test_<metric>``, of the overall value alone. A metric that
-    does not say which values are better has no worst10. ``better`` has what the metrics say, "higher" or "lower", unless it
-    follows from their names (`better_of`).
+    The names of metrics begin with that of the split. A metric with one number is ``test_<metric>``, and
+    ``test_<metric>_clients_<mean, std or worst10>`` over clients. A metric with an array, such as a confusion matrix, is a
+    nested list ``test_<metric>``, of the overall value alone. A metric that does not say which values are better has no
+    worst10. ``better`` has what the metrics say, "higher" or "lower", unless it follows from their names (`better_of`).
 
     >>> evaluation_line({"accuracy": 0.5}, round=3)
     {'round': 3, 'test_accuracy': 0.5}
     """
     overall, clients = evaluation if isinstance(evaluation, Evaluation) else (evaluation, {})
-    line: Line = {"round": round} | {f"test_{name}": plain(value) for name, value in overall.items()}
+    line: Line = {"round": round} | {f"{split}_{name}": plain(value) for name, value in overall.items()}
     said = {name: better_of(name, clients.get(name, value)) for name, value in overall.items()}
-    if further := {f"test_{name}": better for name, better in said.items() if better != better_of(name, None)}:
+    if further := {f"{split}_{name}": better for name, better in said.items() if better != better_of(name, None)}:
         line["better"] = further
     if not isinstance(evaluation, Evaluation):
         return line
@@ -100,7 +103,7 @@ def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> L
             continue
         over = evaluation.over_clients(name)
         names = {"mean": "mean", "std": "std"} | ({"worst10": "worst 10%"} if better_of(name, evaluation.clients[name]) else {})
-        line |= {f"test_{name}_clients_{key}": plain(over[of]) for key, of in names.items()}
+        line |= {f"{split}_{name}_clients_{key}": plain(over[of]) for key, of in names.items()}
     return line
 
 
@@ -133,15 +136,21 @@ def clients_table(evaluation: Evaluation, data: FederatedData) -> str:
 def score_name(line: Line) -> str | None:
     """Returns the key of the metric by which evaluations are ranked; None if there is none.
 
-    It is the accuracy of the clients' personal models if there is one, otherwise the accuracy of the server's model, otherwise
-    the loss, otherwise the first metric that says whether higher or lower values are better.
+    It is one of the validation data if the line has such metrics, and otherwise one of the test data:
+    the accuracy of the clients' personal models if there is one, otherwise the accuracy of the server's model, otherwise the
+    loss, otherwise the first metric that says whether higher or lower values are better.
 
     >>> score_name({"round": 1, "test_loss": 0.5, "test_accuracy": 0.9}), score_name({"round": 1, "test_entropy": 0.5})
     ('test_accuracy', None)
+    >>> score_name({"round": 1, "test_accuracy": 0.9, "validation_loss": 0.5})
+    'validation_loss'
     """
-    names = [name for name in scalar_metrics(line) if _better(line, name)]
-    preferred = (f"test_{name}" for name in ("personal_accuracy", "accuracy", "loss"))
-    return next((name for name in preferred if name in names), names[0] if names else None)
+    for split in SPLITS:
+        if metrics := scalar_metrics(line, split):
+            names = [name for name in metrics if _better(line, name)]
+            preferred = (f"{split}_{name}" for name in ("personal_accuracy", "accuracy", "loss"))
+            return next((name for name in preferred if name in names), names[0] if names else None)
+    return None
 
 
 def score(line: Line) -> float | None:
@@ -157,19 +166,46 @@ def score(line: Line) -> float | None:
     return None if name is None or value is None else -value if _better(line, name) == "lower" else value
 
 
-def scalar_metrics(line: Line) -> list[str]:
-    """Returns the keys of the metrics over all test examples that are numbers, so without those that are arrays.
+def is_better(line: Line, other: Line, name: str) -> bool:
+    """Returns whether a metric has a better value in one line than in another; a value that is not finite is the worst.
+
+    Raises:
+      ValueError: it is not known which values are better.
+
+    >>> is_better({"test_loss": 0.5}, {"test_loss": 0.6}, "test_loss")
+    True
+    """
+    if (better := _better(line, name)) is None:
+        raise ValueError(f"It is not known whether higher or lower values of {name} are better: choose another metric.")
+    value, known = line[name], other[name]
+    if value is None or known is None:
+        return value is not None
+    return value < known if better == "lower" else value > known
+
+
+def scalar_metrics(line: Line, split: str = "test") -> list[str]:
+    """Returns the keys of the metrics over all examples of a split that are numbers, so without those that are arrays.
 
     >>> scalar_metrics({"round": 1, "test_loss": 0.5, "test_loss_clients_std": 0.1, "test_confusion": [[1, 0], [0, 1]]})
     ['test_loss']
     """
-    names = [name for name in line if name.startswith("test_") and "_clients_" not in name]
+    names = [name for name in line if name.startswith(f"{split}_") and "_clients_" not in name]
     return [name for name in names if not isinstance(line[name], list)]
+
+
+def split_and_metric(name: str) -> tuple[str | None, str]:
+    """Returns the split of a metric's key and the rest of it; None if it is not one of an evaluation.
+
+    >>> split_and_metric("validation_accuracy"), split_and_metric("loss")
+    (('validation', 'accuracy'), (None, 'loss'))
+    """
+    split, _, metric = name.partition("_")
+    return (split, metric) if split in SPLITS else (None, name)
 
 
 def _better(line: Line, key: str) -> Better | None:
     """Returns which values of a metric of an evaluation are better; None if this is not known."""
-    return line.get("better", {}).get(key) or better_of(key.removeprefix("test_"), None)
+    return line.get("better", {}).get(key) or better_of(split_and_metric(key)[1], None)
 
 
 def plain(value: Any) -> Any:

@@ -39,10 +39,11 @@ class Result:
 
     Attributes:
       state: the algorithm's state after ``round`` rounds.
-      round: the number of finished rounds. It is less than ``rounds`` only after a signal.
-      evaluation: the result of the last evaluation; None if there was none.
+      round: the number of finished rounds. It is less than ``rounds`` after a signal, or if the run was ``stopped``.
+      evaluation, validation: the results of the last evaluation, on test and on validation data; None if there was none.
       history: the lines of ``metrics.jsonl``, including those of earlier processes.
       folder: the run folder, if there is one.
+      stopped: why a rule or a callback ended the run early; None if none did.
       interrupted: the signal that ended the run early. By convention a program then exits with ``128 + interrupted``.
     """
 
@@ -52,6 +53,8 @@ class Result:
     history: list[Line]
     folder: Path | None
     interrupted: signal.Signals | None = None
+    validation: Scores | None = None
+    stopped: str | None = None
 
 
 def run(
@@ -61,6 +64,8 @@ def run(
     rounds: int,
     folder: str | Path | None = None,
     test_data: FederatedData | None = None,
+    validation_data: FederatedData | None = None,
+    stop_when: str | None = None,
     evaluate: Callable[[State], Scores] | None = None,
     evaluate_every: int = 10,
     checkpoint_every: int | None = None,
@@ -86,6 +91,11 @@ def run(
       test_data: evaluated by ``algorithm.evaluate(state, test_data)`` if there is such a method, otherwise with the algorithm's
         model and ``state.params``. If clients have personal models, these are also evaluated, by
         `fedsim.evaluate_personalized`, and the names of their metrics begin with ``personal_``.
+      validation_data: evaluated in the same way, with names of metrics that begin with ``validation_``. The best checkpoint is
+        then chosen by these, and not by the test data.
+      stop_when: rules that end the run after an evaluation, joined by "or", see `STOP_RULES`: ``"no_better(evaluations=5)"``,
+        no better validation loss in five evaluations; ``"reached(value=0.9)"``, a validation accuracy;
+        ``"spent(megabytes=100)"`` or ``"spent(seconds=3600)"``, what clients send and receive, or simulated seconds.
       evaluate: replaces the evaluation on ``test_data`` by a function from the state to an `Evaluation` or to a mapping of
         names to numbers. Numbers that are a `fedsim.metrics.Score` say which values are better.
       evaluate_every: the number of rounds between evaluations. There is always one after the last round.
@@ -93,7 +103,8 @@ def run(
         and the best one are kept; the best is judged by the accuracy, otherwise by the loss, otherwise by the first metric that
         says which values are better (`fedsim.metrics.better_of`), and if there is none, there is no best one.
       callbacks: functions that are called with every line of the metrics, and with the state after that round if it is
-        available (at evaluations, and at the end of a dispatch), otherwise with None.
+        available (at evaluations, and at the end of a dispatch), otherwise with None. If one returns ``"stop"``, the run ends
+        after the next multiple of ``evaluate_every`` rounds.
       progress: whether to show a progress bar on stderr.
       config: the identity of the run, together with the clients' names and sizes. By default it consists of the arguments,
         except functions, and therefore without models and optimizers.
@@ -124,6 +135,8 @@ def run(
         rounds=rounds,
         folder=folder,
         test_data=test_data,
+        validation_data=validation_data,
+        stop_when=stop_when,
         evaluate=evaluate,
         evaluate_every=evaluate_every,
         checkpoint_every=checkpoint_every,
@@ -143,7 +156,8 @@ def run(
         current.wait_for_others()
         numbers = [number for number in distributed.of_all(interruption.signal) if number]
         stopped_by = signal.Signals(numbers[0]) if numbers else None
-        return current.dispatch() if current.position < rounds and not stopped_by else None
+        can_go_on = current.position < current.rounds and not current.waits and not stopped_by
+        return current.dispatch() if can_go_on else None
 
     @distributed.losses_named(current.how_to_resume)
     def finish(dispatch: DispatchedRounds) -> None:
@@ -161,7 +175,7 @@ def run(
             current.close()
     current.draw()
     position = current.position
-    stopped_by = stopped_by if position < rounds else None
+    stopped_by = stopped_by if position < current.rounds else None
     if not distributed.is_first():
         pass  # Process 0 says what follows.
     elif stopped_by:
@@ -179,6 +193,7 @@ def run(
                 attackers=attackers_of(current.sampler),
                 written=log.written,
                 warning=current.monitor.warning(),
+                stopped=current.stopped,
             )
         )
     return Result(
@@ -188,6 +203,8 @@ def run(
         history=log.history,
         folder=current.paths.path if current.paths else None,
         interrupted=stopped_by,
+        validation=current.validation or current.validate(),
+        stopped=current.stopped,
     )
 
 
@@ -216,6 +233,8 @@ def arguments_of(experiment: Experiment, config: RunConfig, settings: Settings) 
         "rounds": config.rounds,
         "folder": settings.folder,
         "test_data": experiment.test_data if can_evaluate else None,
+        "validation_data": experiment.validation_data if can_evaluate else None,
+        "stop_when": config.stop_when,
         "evaluate_every": config.evaluate_every,
         "checkpoint_every": settings.checkpoint_every,
         "config": config,

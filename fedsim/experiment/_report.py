@@ -9,8 +9,8 @@ from typing import Any
 
 from fedsim.execution import Execution, Jit, is_gpu
 from fedsim.experiment._divergence import is_diverged
-from fedsim.experiment._lines import Line, scalar_metrics
-from fedsim.plots._canvas import BLUE, GREY, ORANGE, add_legend, new_figure, shorten, whole_ticks
+from fedsim.experiment._lines import SPLITS, Line, best_round, scalar_metrics, score_name
+from fedsim.plots._canvas import BLUE, GREEN, GREY, ORANGE, add_legend, new_figure, shorten, whole_ticks
 from fedsim.samplers import Attacked
 
 _MOST_SHOWN = 10
@@ -57,6 +57,7 @@ def closing_table(
     written: Sequence[str],
     attackers: str | None = None,
     warning: str | None = None,
+    stopped: str | None = None,
 ) -> str:
     """Returns a table of the last evaluation (over all examples and over clients), the time, the devices and the files.
 
@@ -70,6 +71,7 @@ def closing_table(
       written: the files, one line each.
       attackers: the text of `attackers_of`.
       warning: a text below the table, for example about a loss that diverged.
+      stopped: why the run ended before its last round; None if it did not.
 
     >>> history = [{"round": 1, "test_accuracy": 0.5}]
     >>> print(closing_table(history, round=1, rounds=1, seconds=2.0, rate=None, devices="1 x cpu", written=["m.jsonl"]))
@@ -84,11 +86,16 @@ def closing_table(
     written    m.jsonl
     """
     rows = [f"after round {round} of {rounds}", ""]
-    test = next((line for line in reversed(history) if any(name.startswith("test_") for name in line)), None)
-    if test is not None:
-        if test["round"] != round:
-            rows[0] += f"; evaluated after round {test['round']}"
-        rows += [evaluation_table(test, diverged=warning is not None), ""]
+    if stopped:
+        rows[0] += f": {stopped}"
+    evaluated = next((line for line in reversed(history) if any(scalar_metrics(line, split) for split in SPLITS)), None)
+    if evaluated is not None and evaluated["round"] != round:
+        rows[0] += f"; evaluated after round {evaluated['round']}"
+    if evaluated is not None:
+        shown = [split for split in SPLITS if scalar_metrics(evaluated, split)]
+        for split in shown:
+            rows += [evaluation_table(evaluated, split, diverged=warning is not None), ""]
+        rows += [*_best_by_validation(history), ""] if "validation" in shown else []
     rows.append(
         f"wall time  {seconds:.1f} s"
         + (f", {rate:,.0f} rounds/s" if rate and rate >= 10 else f", {rate:.2f} rounds/s" if rate else "")
@@ -113,15 +120,15 @@ def evaluation_table(line: Line, split: str = "test", *, diverged: bool = False)
 
     Args:
       line: of the metrics, see ``metrics.jsonl``.
-      split: the name of the data.
+      split: the name of the data, with which the names of metrics begin.
       diverged: whether the run had a loss that diverged.
 
-    >>> print(evaluation_table({"round": 1, "test_accuracy": 0.5}, "train"))
+    >>> print(evaluation_table({"round": 1, "train_accuracy": 0.5}, "train"))
     train                   all   mean   std  worst 10%
                        examples    over clients
     accuracy             0.5000      -     -          -
     """
-    names = scalar_metrics(line)
+    names = scalar_metrics(line, split)
     width = max([16, *(len(name) - 3 for name in names)])
     rows = [
         f"{split:<{width}}{'all':>11}{'mean':>7}{'std':>6}{'worst 10%':>11}",
@@ -133,12 +140,25 @@ def evaluation_table(line: Line, split: str = "test", *, diverged: bool = False)
         overall = _number(line[name], 4)
         if is_diverged(line[name], diverged):
             overall, mean, std, worst = "diverged", "-", "-", "-"
-        rows.append(f"{name.removeprefix('test_'):<{width}}{overall:>11}{mean:>7}{std:>6}{worst:>11}")
+        rows.append(f"{name.removeprefix(f'{split}_'):<{width}}{overall:>11}{mean:>7}{std:>6}{worst:>11}")
     return "\n".join(rows)
+
+
+def _best_by_validation(history: Sequence[Line]) -> list[str]:
+    """Returns a line with the best round by the validation data, and the same metric of the test data after this round."""
+    best = best_round(history)
+    line = next((line for line in history if line["round"] == best and score_name(line)), None)
+    if line is None or (name := score_name(line)) is None:
+        return []
+    metric = name.removeprefix("validation_")
+    tested = f", test {metric} {_number(line[f'test_{metric}'], 4)}" if f"test_{metric}" in line else ""
+    return [f"best       round {best}, by validation {metric} {_number(line[name], 4)}{tested}"]
 
 
 def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None:
     """Draws the test accuracy (or the first test metric) and below it the training loss over the rounds into a picture file.
+
+    The same metric of the validation data is drawn beside it.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "curve.png"
@@ -159,6 +179,9 @@ def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None
         if metric == "test_accuracy" and "test_personal_accuracy" in tests:
             own = _series(history, "test_personal_accuracy")
             axes.plot(*own, color=ORANGE, marker="s", markersize=3, label="personal models")
+        validation = _series(history, metric.replace("test_", "validation_", 1))
+        if validation[0]:
+            axes.plot(*validation, color=GREEN, marker="^", markersize=3, label=f"validation {name}")
         worst = _series(history, f"{metric}_clients_worst10")
         if worst[0]:
             axes.plot(*worst, color=BLUE, linestyle=":", marker="v", markersize=3, label="worst 10 % of clients")

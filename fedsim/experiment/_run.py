@@ -28,9 +28,10 @@ from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._environment import code_of
 from fedsim.experiment._folder import RunFolder, resume_command
 from fedsim.experiment._identity import describe, process_identity, rows_identity, title
-from fedsim.experiment._lines import clients_table, evaluation_line, round_lines
+from fedsim.experiment._lines import Line, clients_table, evaluation_line, round_lines
 from fedsim.experiment._report import devices_of
 from fedsim.experiment._run_log import Callback, RunLog
+from fedsim.experiment._stop_rules import stop_rules
 from fedsim.experiment._trust import imported_modules
 from fedsim.rounds import RoundInfo
 from fedsim.samplers import Sampler, checked_cohort
@@ -45,7 +46,8 @@ class Run(Rounds):
     The arguments are those of `fedsim.experiment.run`, which also describes the errors. The folder is locked until `close`.
 
     Attributes:
-      evaluation: the result of the last evaluation; None if there was none.
+      evaluation, validation: the results of the last evaluation, on test and on validation data; None if there was none.
+      stopped: why the run ends before its last round, by a rule or a callback; None if it does not.
       log: the history, the metrics file and the checkpoints.
       monitor: watches the losses.
       paths: the run folder, if there is one.
@@ -71,6 +73,8 @@ class Run(Rounds):
         rounds: int,
         folder: str | Path | None,
         test_data: FederatedData | None,
+        validation_data: FederatedData | None = None,
+        stop_when: str | None = None,
         evaluate: Callable[[State], Scores] | None,
         evaluate_every: int,
         checkpoint_every: int | None,
@@ -93,8 +97,19 @@ class Run(Rounds):
         key = rng.stream(first.key, "init")
         like = jax.eval_shape(algorithm.init, key)
         self._compute_scores = evaluate or default_evaluation(algorithm, first.data, test_data, like)
+        self._validate = default_evaluation(algorithm, first.data, validation_data, like, "validation_data")
+        self._rules = stop_rules(stop_when)
+        self._can_stop = bool(self._rules or callbacks)
+        self.stopped: str | None = None
+        self._finished = 0
+        for rule in self._rules if self._validate is None else ():
+            if rule.metric:
+                raise ValueError(
+                    f"Expected validation data for stop_when={stop_when!r}, got none: give validation_data (--validation 0.1). "
+                    "A run that ends by its test data would report them too favourably."
+                )
         self._evaluation_waits = evaluate is not None or is_personal(algorithm)
-        boundaries = [rounds, *([evaluate_every] if self._compute_scores else [])]
+        boundaries = [rounds, *([evaluate_every] if self._compute_scores or self._validate or self._can_stop else [])]
         lengths = DispatchLength(fixed_length, [*boundaries, *([checkpoint_every] if checkpoint_every else [])])
         super().__init__(algorithm, sampler, first=first, rounds=rounds, lengths=lengths)
         self._described = describe(algorithm, sampler, config, rounds=rounds, evaluate_every=evaluate_every)
@@ -104,7 +119,8 @@ class Run(Rounds):
             with self.write_errors():
                 recorded = dataclasses.asdict(settings) if settings is not None else {}
                 compared = {"population": _drawn(config) | population_identity(first.data)}
-                compared |= {"test population": population_identity(test_data)} if test_data is not None else {}
+                others = {"test population": test_data, "validation population": validation_data}
+                compared |= {name: population_identity(data) for name, data in others.items() if data is not None}
                 code = code_of(algorithm, sampler, evaluate, *imported_modules(config))
                 distributed.check_alike(process_identity(self._described, compared, code), "configuration")
                 if self.paths:
@@ -131,17 +147,38 @@ class Run(Rounds):
                 self.close()
                 raise
         self.evaluation: Scores | None = None
+        self.validation: Scores | None = None
         self.monitor = LossMonitor.of(algorithm)
         for line in self.log.history:
             self.monitor.add(line)
         self._diverged = False
+        self._finished = self.position
         last = [line for line in self.log.history if line["round"] == rounds and "seconds" not in line]
-        if self.position == rounds and self._compute_scores and not last:  # It is lost, or the run had more rounds before.
+        if self.position == rounds and self._evaluates and not last:  # It is lost, or the run had more rounds before.
             with self.write_errors():
                 self._write_evaluation(rounds, self.state)
+        self._stop_if_due()
+
+    @property
+    def _evaluates(self) -> bool:
+        return self._compute_scores is not None or self._validate is not None
+
+    @property
+    def waits(self) -> bool:
+        # Where the run ends must not depend on how many rounds are sent to the devices at once.
+        return self._can_stop and self._is_evaluated(self.position) and self._finished < self.position
+
+    def _stop_if_due(self) -> None:
+        """Ends the run after the last finished round, if that was evaluated and a rule or a callback says so."""
+        if not self._can_stop or not self.position or not self._is_evaluated(self.position) or self.position == self.rounds:
+            return
+        reasons = (rule.reason(self.log.history) for rule in self._rules)
+        self.stopped = distributed.from_first(self.log.stopped_by) or next((text for text in reasons if text), None)
+        if self.stopped:
+            self.rounds = self.position
 
     def needs_state(self, stop: int) -> bool:
-        is_scored = self._compute_scores is not None and self._is_evaluated(stop)
+        is_scored = self._evaluates and self._is_evaluated(stop)
         return stop == self.rounds or is_scored or self.log.is_due(stop, self._checkpoint_every)
 
     def dispatch(self) -> DispatchedRounds:
@@ -167,7 +204,7 @@ class Run(Rounds):
         measured = round_lines(infos, stop - length, length, seconds / members)
         measured = [{**line, **cohort.measures} for line, cohort in zip(measured, dispatch.cohorts, strict=True)]
         self.log.write(measured, dispatch.state)
-        if self._compute_scores and self._is_evaluated(stop):
+        if self._evaluates and self._is_evaluated(stop):
             if self._evaluation_waits:
                 jax.block_until_ready(self.state)  # A CPU cannot run two programs with collectives at a time.
             self._write_evaluation(stop, dispatch.state)
@@ -178,18 +215,32 @@ class Run(Rounds):
         if not self._diverged and (text := self.monitor.warning()):
             self._diverged = True
             warnings.warn(text, stacklevel=3)
+        self._finished = stop
+        if stop == self.position:
+            self._stop_if_due()
 
     def evaluate(self) -> Scores | None:
         """Returns the evaluation of the current state; None if the run has no evaluation."""
         return self._compute_scores(self.state) if self._compute_scores else None
 
+    def validate(self) -> Scores | None:
+        """Returns the evaluation of the current state on the validation data; None if the run has none."""
+        return self._validate(self.state) if self._validate else None
+
     def _is_evaluated(self, round: int) -> bool:
         return round % self._evaluate_every == 0 or round == self.rounds
 
     def _write_evaluation(self, round: int, state: State) -> None:
-        assert self._compute_scores
-        self.evaluation = self._compute_scores(state)
-        self.log.write([evaluation_line(self.evaluation, round)], state)
+        line: Line = {"round": round}
+        if self._compute_scores:
+            self.evaluation = self._compute_scores(state)
+            line = evaluation_line(self.evaluation, round)
+        if self._validate:
+            self.validation = self._validate(state)
+            more = evaluation_line(self.validation, round, "validation")
+            better = line.get("better", {}) | more.get("better", {})
+            line = line | more | ({"better": better} if better else {})
+        self.log.write([line], state)
 
     def save(self, dispatch: DispatchedRounds) -> None:
         self.log.save(dispatch.stop, dispatch.state, self._checkpoint_every, final=True)

@@ -21,6 +21,7 @@ from fedsim.systems import ScheduledSampler
 State = Any
 Callback = Callable[[Line, State | None], object]
 
+STOP = "stop"  # what a callback returns to end the run
 _SECONDS_PER_CHECKPOINT = 10.0
 _LAST = "  checkpoints/ (the last two)"
 
@@ -40,6 +41,7 @@ class RunLog:
     Attributes:
       history: all lines of the run, including those of earlier processes.
       written: a list of what is in the folder, for the closing table.
+      stopped_by: why the run ends at its next evaluation, if a callback returned ``"stop"``; otherwise None.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class RunLog:
         paths = paths if distributed.is_first() else None
         self.history: list[Line] = []
         self.written: list[str] = []
+        self.stopped_by: str | None = None
         self._callbacks, self.checkpoints = callbacks, checkpoints
         self._file: MetricsFile | None = None
         self._tensorboard: TensorBoard | None = None
@@ -93,7 +96,8 @@ class RunLog:
             state_of_line = state if line is lines[-1] else None
             self._update_best(line, state_of_line)
             for callback in self._callbacks if distributed.is_first() else ():
-                callback(line, state_of_line)
+                if callback(line, state_of_line) == STOP and self.stopped_by is None:
+                    self.stopped_by = f"a callback said so after round {line['round']}"
 
     def is_due(self, round: int, every: int | None) -> bool:
         """Returns whether a checkpoint is due after a round: after every ``every`` rounds, or else about every ten seconds."""
@@ -118,12 +122,12 @@ class RunLog:
             self._saved, self._saved_at = round, time.monotonic()
 
     def latest(self) -> dict[str, str]:
-        """Returns the newest loss and accuracy, for the progress bar."""
+        """Returns the newest training loss and accuracy, for the progress bar."""
         shown = {}
-        for name, label in (("loss", "loss"), ("test_accuracy", "accuracy")):
+        for name in ("loss", "validation_accuracy", "test_accuracy"):
             value = next((line[name] for line in reversed(self.history[-1000:]) if line.get(name) is not None), None)
             if value is not None:
-                shown[label] = f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
+                shown[name] = f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
         return shown
 
     def draw(self, folder: Path, title: str, sampler: Sampler) -> None:

@@ -29,7 +29,7 @@ class StoredRun:
       config: its configuration.
       algorithm: with its model, optimizers and execution.
       sampler: of its cohorts, ``sampler.data`` is the training data.
-      test_data: what it was evaluated on.
+      test_data, validation_data: what it was evaluated on; ``validation_data`` is None if it had none.
       state: the algorithm's state after ``round`` rounds, from a checkpoint.
       round: the number of rounds.
       history: the lines of ``metrics.jsonl``.
@@ -43,6 +43,7 @@ class StoredRun:
     algorithm: Algorithm
     sampler: Sampler
     test_data: FederatedData
+    validation_data: FederatedData | None
     state: State
     round: int
     history: list[Line]
@@ -110,10 +111,9 @@ def load(folder: str | Path, *, which: Literal["last", "best"] = "last", setting
             "there, and pass the algorithm to fedsim.experiment.restore."
         )
     config, own = stored_run(folder, stored)
-    algorithm, sampler, test_data = build(config, settings or own)
-    state, round = restore(folder, algorithm, which, sampler.data)
+    experiment = build(config, settings or own)
+    state, round = restore(folder, experiment.algorithm, which, experiment.sampler.data)
     history = read_metrics(RunFolder(Path(folder)).metrics)
     return StoredRun(
-        folder=Path(folder), config=config, algorithm=algorithm, sampler=sampler, test_data=test_data, state=state, round=round,
-        history=history,
+        folder=Path(folder), config=config, **experiment._asdict(), state=state, round=round, history=history,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.durable_files import replace_text, sync_file, writing
-from fedsim.experiment._lines import Line
+from fedsim.experiment._lines import Line, split_and_metric
 from fedsim.text_files import parse_json
 
 
@@ -97,8 +97,8 @@ class TensorBoard:
         for line in lines:
             for name, value in _scalars(line).items():
                 if name != "round" and value is not None:
-                    kind, metric = ("test", name.removeprefix("test_")) if name.startswith("test_") else ("train", name)
-                    summary = self._scalar(f"{kind}/{metric}", value)
+                    split, metric = split_and_metric(name)
+                    summary = self._scalar(f"{split or 'train'}/{metric}", value)
                     events.append(self._event(wall_time=now, step=line["round"], summary=summary))
         self._append(events)
 

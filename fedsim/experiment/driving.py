@@ -20,12 +20,14 @@ from fedsim.experiment._folder import resume_command as resume_command
 from fedsim.experiment._folder import stored_run as stored_run
 from fedsim.experiment._folder import sweep_file as sweep_file
 from fedsim.experiment._folder import warn_of_changed_code as warn_of_changed_code
+from fedsim.experiment._lines import SPLITS as SPLITS
 from fedsim.experiment._lines import Line as Line
 from fedsim.experiment._lines import evaluation_line as evaluation_line
 from fedsim.experiment._lines import round_lines as round_lines
 from fedsim.experiment._lines import scalar_metrics as scalar_metrics
 from fedsim.experiment._lines import score as score
 from fedsim.experiment._lines import score_name as score_name
+from fedsim.experiment._lines import split_and_metric as split_and_metric
 from fedsim.experiment._longer import check_rounds as check_rounds
 from fedsim.experiment._loop import arguments_of as arguments_of
 from fedsim.experiment._loop import warnings_above as warnings_above

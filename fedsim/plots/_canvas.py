@@ -13,10 +13,10 @@ from fedsim import checks
 from fedsim.data import FederatedData
 
 # M. Okabe, K. Ito, "Color universal design", 2002.
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#666666"
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
 LIGHTNESS = "cividis"
 # 7 colours times 4 dashes and 9 markers have no common divisor, so that 252 curves have different styles.
-_COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", "-.", (0, (1, 1)))
 _MARKERS = "os^vDPX*<"
 # A legend above the axes may have so many characters; inches of a line of a legend, and of a character.

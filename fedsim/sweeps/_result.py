@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.experiment import read_metrics
-from fedsim.experiment.driving import Line, LossMonitor, RunFolder, is_diverged, scalar_metrics, score, score_name
+from fedsim.experiment.driving import (
+    SPLITS,
+    Line,
+    LossMonitor,
+    RunFolder,
+    is_diverged,
+    scalar_metrics,
+    score,
+    score_name,
+    split_and_metric,
+)
 from fedsim.sweeps._grid import Setting
 
 _LOSS = "training loss"
@@ -79,7 +89,7 @@ class SweepResult:
         0.1      1           0.9000
         <BLANKLINE>
         edge  the best mu=0.1 is the largest of the grid: try larger ones
-        best  mu=0.1: accuracy 0.9000
+        best  mu=0.1: accuracy 0.9000, chosen on test data, so it is optimistic: give --validation
         """
         groups: dict[tuple[Any, ...], list[SweepMember]] = {}
         for member in self.members:
@@ -87,8 +97,10 @@ class SweepResult:
         if not groups:
             return "no run is finished"
         names = list(self.members[0].setting)
-        metrics = scalar_metrics(self.members[0].line)
-        columns = [*names, "seeds", *(name.removeprefix("test_") for name in metrics), _LOSS]
+        line = self.members[0].line
+        metrics = [name for split in SPLITS for name in scalar_metrics(line, split)]
+        shown = metrics if scalar_metrics(line, "validation") else [name.removeprefix("test_") for name in metrics]
+        columns = [*names, "seeds", *(name.replace("_", " ", 1) if name in metrics else name for name in shown), _LOSS]
         rows = [
             [*map(str, values), str(len(own)), *(_spread(own, name) for name in [*metrics, _LOSS])]
             for values, own in groups.items()
@@ -120,7 +132,12 @@ class SweepResult:
         name = score_name(own[0].line) or ""
         setting = " ".join(f"{key}={value}" for key, value in own[0].setting.items())
         edges = [text for key in own[0].setting if (text := self._edge(key, own[0].setting[key]))]
-        return [*edges, f"best  {setting}: {name.removeprefix('test_')} {_spread(own, name)}"]
+        split, metric = split_and_metric(name)
+        if split == "validation":
+            tested = f", test {metric} {_spread(own, f'test_{metric}')}" if f"test_{metric}" in own[0].line else ""
+            return [*edges, f"best  {setting}: validation {metric} {_spread(own, name)}{tested}"]
+        chosen = f"best  {setting}: {metric} {_spread(own, name)}, chosen on test data, so it is optimistic: give --validation"
+        return [*edges, chosen]
 
     def _edge(self, name: str, best: Any) -> str | None:
         """Returns a line that says that the best value of a number is the smallest or the largest one; None if it is not."""
@@ -138,7 +155,7 @@ class SweepResult:
 def with_result(member: SweepMember, monitor: LossMonitor) -> SweepMember:
     """Returns a member with the last lines of the metrics in its folder, and whether they diverge according to the monitor."""
     history = read_metrics(RunFolder(member.folder).metrics)
-    evaluated = [line for line in history if scalar_metrics(line)]
+    evaluated = [line for line in history if any(scalar_metrics(line, split) for split in SPLITS)]
     losses = [line.get("loss") for line in history if "seconds" in line]
     for line in history:
         monitor.add(line)

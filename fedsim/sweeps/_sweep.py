@@ -198,7 +198,7 @@ def _jobs(members: Sequence[tuple[SweepMember, RunConfig]], experiments: Sequenc
                 like=jax.eval_shape(experiment.algorithm.init, rng.stream(first.key, "init")),
                 widest=first,
                 rounds=own.rounds,
-                data=[first.data, experiment.test_data],
+                data=[first.data, *(data for data in experiment[2:] if data is not None)],
                 start=functools.partial(_start, member, own, experiment, settings),
                 is_finished=is_finished,
             )

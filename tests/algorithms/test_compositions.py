@@ -108,7 +108,7 @@ def test_error_feedback_keeps_no_residual_of_colluding_attackers():
 def test_command_line_options_clip_and_compress_ifca_and_fedmgda():
     for name in ("ifca", "fedmgda"):
         config = RunConfig(dataset="digits", algorithm=name, clip=1.0, compressor="eden(bits=2)")
-        algorithm, sampler, _ = build(config, Settings(execution="jit"))
+        algorithm, sampler, *_ = build(config, Settings(execution="jit"))
         _, info = algorithm.apply(algorithm.init(jax.random.key(0)), sampler.cohort(0))
         assert int(info.num_aggregated) > 0
 

@@ -284,7 +284,7 @@ def clock(tmp_path_factory):
 def test_faults_traces_and_policy_are_those_of_the_files_and_options(clock):
     from fedsim import systems
 
-    algorithm, sampler, _ = build(RunConfig.from_json(read_config(clock / "r")["config"]), Settings())
+    algorithm, sampler, *_ = build(RunConfig.from_json(read_config(clock / "r")["config"]), Settings())
     expected = systems.schedule(
         fedsim.UniformSampler(sampler.data, clients=3, seed=0),
         4,

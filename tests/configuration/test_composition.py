@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def built(**changes):
-    return build(RunConfig(dataset="digits", **changes), Settings(execution="jit"))
+    return build(RunConfig(dataset="digits", **changes), Settings(execution="jit"))[:3]
 
 
 def test_names_and_their_options_are_combined_into_one_aggregator():
@@ -91,7 +91,7 @@ def test_a_dataset_is_drawn_with_the_seed_of_the_run_unless_it_has_a_seed(datase
 
     def drawn(run_seed, **own):
         text = f"{name}({', '.join(f'{key}={value!r}' for key, value in (options | own).items())})"
-        _, sampler, test = build(RunConfig(dataset=text, seed=run_seed, clients=2), Settings(execution="jit"))
+        _, sampler, test, _ = build(RunConfig(dataset=text, seed=run_seed, clients=2), Settings(execution="jit"))
         return sampler.data, test
 
     for data, splits in ((drawn(0), expected[0]), (drawn(1), expected[1]), (drawn(1, seed=0), expected[0])):

@@ -11,7 +11,7 @@ from fedsim.configuration import RunConfig, Settings, build
 
 
 def test_parts_of_a_model_are_chosen_by_names():
-    algorithm, _, _ = build(
+    algorithm, *_ = build(
         RunConfig(algorithm="scaffold", model="digits_dense", frozen="linear/*,linear_1/b", kept="linear_2/*"), Settings()
     )
     parts = jax.eval_shape(algorithm.model_parts, jax.random.key(0))

@@ -33,7 +33,7 @@ def assert_equal(some, other):
     states = []
     for folder in (some, other):
         stored = read_config(folder)
-        algorithm, sampler, _ = build(RunConfig.from_json(stored["config"]), Settings(**stored["settings"]))
+        algorithm, sampler, *_ = build(RunConfig.from_json(stored["config"]), Settings(**stored["settings"]))
         state, round = restore(folder, algorithm, data=sampler.data)
         assert round == stored["config"]["rounds"]
         states.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.params)])
