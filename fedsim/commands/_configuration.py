@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
@@ -27,9 +28,12 @@ _FROM = Option(
 )
 _SEEDS = Option("training", int | None, None, "Number of seeds, from --seed on: a run for each, see the sweeps above.")
 _SWEEPS = (
-    "Several values of numbers, separated by commas (--batch-size 10,20), and --seeds make a sweep: a run for "
-    "every combination and seed, in a folder each, and a table of their means and standard deviations."
+    "Several values of numbers or names, separated by commas (--batch-size 10,20 --algorithm fedavg,scaffold), a name that is "
+    "given several times, and --seeds make a sweep: a run for every combination and seed, in a folder each, and a table of "
+    "their means and standard deviations."
 )
+# The names that may have several values.
+_NAMES = (*(name for name in fields_that_name("code")), "client_optimizer")
 
 
 class Configured(NamedTuple):
@@ -39,6 +43,8 @@ class Configured(NamedTuple):
       config: the configuration of the run, or of the first run of a sweep.
       settings: how it is executed and reported.
       varied: the options with several values, which make a sweep.
+      differing: for each combination of several names, these and the fields in which its configuration differs from
+        ``config``, such as the published hyperparameters of another dataset.
       seeds: the number of seeds or the seeds; None without ``--seeds`` and several values of ``--seed``.
       how: how the runs of a sweep run.
       others: the values of the command's own options, such as those of `PROCESSES`.
@@ -50,6 +56,7 @@ class Configured(NamedTuple):
     seeds: int | list[int] | None
     how: experiment.How | None
     others: dict[str, Any]
+    differing: list[tuple[dict[str, str], dict[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +73,10 @@ class Choices:
 
 
 def configured(arguments: list[str], program: str, about: str, others: Mapping[str, Option]) -> Configured:
-    """Returns what the arguments say, in two steps: the first reads `Choices`, which determine the options of the second.
+    """Returns what the arguments say.
+
+    If options have several names, each combination of them has a configuration of its own, with the defaults of its dataset and
+    algorithm. An option that only some of the algorithms have counts for these.
 
     Args:
       arguments: what the user gave.
@@ -78,6 +88,39 @@ def configured(arguments: list[str], program: str, about: str, others: Mapping[s
       SystemExit: after ``--help``, or for wrong options.
       ValueError: a value is out of its range, or a name is unknown.
     """
+    single, names = _several_names(arguments)
+    combinations = [dict(zip(names, values, strict=True)) for values in itertools.product(*names.values())]
+    given = [[*single, *(part for name, value in each.items() for part in (_flag(name), value))] for each in combinations]
+    known = [_known(own, program, others) for own in given]
+    of_algorithms = {name: option for each in known for name, option in each.of_algorithm.items()}
+    found = [
+        _configured(_without(own, of_algorithms, each.of_algorithm), program, about, each, others)
+        for own, each in zip(given, known, strict=True)
+    ]
+    if not names:
+        return found[0]
+    base = dataclasses.asdict(found[0].config)
+    differing = []
+    for each in found:
+        if (each.varied, each.seeds) != (found[0].varied, found[0].seeds):
+            raise ValueError("Expected several values of options that all algorithms have: give those of one algorithm alone.")
+        values = {name: value for name, value in dataclasses.asdict(each.config).items() if value != base[name]}
+        differing.append(({name: getattr(each.config, name) for name in names}, values))
+    texts = {name: list(dict.fromkeys(setting[name] for setting, _ in differing)) for name in names}
+    return found[0]._replace(varied=texts | found[0].varied, differing=differing)
+
+
+class _Known(NamedTuple):
+    """The options of a command, which depend on `Choices`: those of the configuration, of the algorithm, and all."""
+
+    of_config: dict[str, Option]
+    of_algorithm: dict[str, Option]
+    every: dict[str, Option]
+    source: str
+
+
+def _known(arguments: list[str], program: str, others: Mapping[str, Option]) -> _Known:
+    """Returns the options that there are with the dataset, algorithm and model of the arguments."""
     chosen, _ = tyro.cli(Choices, args=arguments, prog=program, return_unknown_args=True, add_help=False)
     stored = _read_origin(chosen)
     dataset = absolute(chosen.dataset or stored["config"].get("dataset", "digits"))
@@ -92,8 +135,13 @@ def configured(arguments: list[str], program: str, about: str, others: Mapping[s
     }
     options = {"from": _FROM, "trust": TRUST} | of_config | {"seeds": _SEEDS} | own
     options |= options_of(Settings, {**stored["settings"], "folder": None}) | {"how": HOW} | dict(others)
-    arguments, varied = _several_values(arguments, of_config | own)
-    values = parse(options, arguments, program, f"{about} {source} {_SWEEPS}")
+    return _Known(of_config, own, options, source)
+
+
+def _configured(arguments: list[str], program: str, about: str, known: _Known, others: Mapping[str, Option]) -> Configured:
+    """Returns what arguments without several names say."""
+    arguments, varied = _several_values(arguments, known.of_config | known.of_algorithm)
+    values = parse(known.every, arguments, program, f"{about} {known.source} {_SWEEPS}")
     seeds, how = _seeds_and_how(values, varied)
     for name in fields_that_name("code"):
         if values.get(name):
@@ -101,9 +149,70 @@ def configured(arguments: list[str], program: str, about: str, others: Mapping[s
     if values["data"]:
         values["data"] = str(Path(values["data"]).expanduser().resolve())
     general = {field.name: values[field.name] for field in dataclasses.fields(RunConfig) if field.name in values}
-    config = RunConfig(**general, hyperparameters={name: values[name] for name in own})
+    config = RunConfig(**general, hyperparameters={name: values[name] for name in known.of_algorithm})
     settings = Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
-    return Configured(config, settings, varied, seeds, how, {name: values[name] for name in others})
+    return Configured(config, settings, varied, seeds, how, {name: values[name] for name in others}, [])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _several_names(arguments: list[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Returns the arguments without the options that have several names, and these with their names.
+
+    Names are separated by commas outside of parentheses, or the option is given more than once.
+
+    >>> _several_names(["--algorithm", "fedavg,fedprox(mu=1)", "--rounds=3"])
+    (['--rounds=3'], {'algorithm': ['fedavg', 'fedprox(mu=1)']})
+    >>> _several_names(["--dataset=mnist(alpha=1, clients=5)", "--rounds", "3", "--dataset=digits"])[1]
+    {'dataset': ['mnist(alpha=1, clients=5)', 'digits']}
+    """
+    flags = {_flag(name): name for name in _NAMES}
+    values: dict[str, list[str]] = {}
+    places: dict[str, list[int]] = {}
+    for at, argument in enumerate(arguments):
+        flag, equals, text = argument.partition("=") if argument.startswith("--") else ("", "", "")
+        name = flags.get(flag.replace("_", "-"))
+        if name and (equals or at + 1 < len(arguments)):
+            values.setdefault(name, []).extend(_split(text if equals else arguments[at + 1]))
+            places.setdefault(name, []).extend([at] if equals else [at, at + 1])
+    several = {name: texts for name, texts in values.items() if len(texts) > 1}
+    for name, texts in several.items():
+        if len(set(texts)) < len(texts):
+            raise ValueError(f"Expected different values of {_flag(name)}, got {', '.join(texts)}: give every value once.")
+    left_out = {at for name in several for at in places[name]}
+    return [argument for at, argument in enumerate(arguments) if at not in left_out], several
+
+
+def _split(text: str) -> list[str]:
+    """Returns the parts of a text between the commas that are not inside of parentheses."""
+    depths = itertools.accumulate((character in "([{") - (character in ")]}") for character in text)
+    ends = [at for at, (character, depth) in enumerate(zip(text, depths, strict=True)) if character == "," and depth == 0]
+    parts = [text[start + 1 : end].strip() for start, end in itertools.pairwise([-1, *ends, len(text)])]
+    return [part for part in parts if part] or [text]
+
+
+def _without(arguments: list[str], every: Mapping[str, Option], own: Mapping[str, Option]) -> list[str]:
+    """Returns the arguments without the options of other algorithms.
+
+    >>> options = {"mu": Option("", float, 0.1, ""), "adaptive": Option("", bool, False, "")}
+    >>> _without(["--adaptive", "--mu", "1", "--rounds", "3"], options, {})
+    ['--rounds', '3']
+    """
+    left, skip = [], False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        is_off = name.startswith("no_") and name[3:] in every and every[name[3:]].type is bool
+        name = name[3:] if is_off else name
+        if skip:
+            skip = False
+        elif argument.startswith("--") and name in every and name not in own:
+            skip = not equals and every[name].type is not bool
+        else:
+            left.append(argument)
+    return left
 
 
 def _read_origin(chosen: Choices) -> dict[str, Any]:
@@ -125,7 +234,7 @@ def _defaults(
     model = chosen.model or (base.get("model") if dataset == base.get("dataset") else None)
     published = experiment.published(dataset, algorithm, model)
     # A default in the class, for example of client_learning_rate, has priority over those of the dataset.
-    general = {field.name for field in dataclasses.fields(RunConfig)} - {"nonfinite"}
+    general = {field.name for field in dataclasses.fields(RunConfig)} - {"nonfinite", "client_optimizer"}
     own = {field.name: field.default for field in dataclasses.fields(cls) if field.name in general}
     own = {name: default for name, default in own.items() if default is not dataclasses.MISSING}
     values = {**published.values, **own, **base}

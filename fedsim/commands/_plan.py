@@ -23,10 +23,11 @@ _TPU = Option(
 def main(arguments: list[str]) -> int:
     """Runs ``fedsim plan`` with these arguments and returns the exit status."""
     about = "Print what a round of the run with these options costs, without running a round or writing a file."
-    config, settings, *_, others = configured(arguments, "fedsim plan", about, {"tpu": _TPU})
+    chosen = configured(arguments, "fedsim plan", about, {"tpu": _TPU})
+    config, settings = chosen.config, chosen.settings
     use_devices(settings.num_devices)
     algorithm, sampler, *_ = experiment.build(config, settings)
-    if (topology := others["tpu"]) is not None:
+    if (topology := chosen.others["tpu"]) is not None:
         algorithm = _on_tpu(algorithm, topology)
     plan = fedsim.plan(algorithm, sampler.cohort(0), measure=topology is None)
     print(plan)

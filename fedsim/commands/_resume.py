@@ -49,4 +49,4 @@ def main(arguments: list[str]) -> int:
         distributed.in_first(lambda: change_rounds(folder, rounds, settings))
         stored = experiment.read_sweep(folder) or experiment.read_config(folder)
     config, _ = stored_run(folder, stored)
-    return train(config, settings, stored.get("varied", {}), stored.get("seeds"), how)
+    return train(config, settings, stored.get("varied", {}), stored.get("seeds"), how, stored.get("differing", ()))

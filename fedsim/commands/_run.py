@@ -15,9 +15,13 @@ from fedsim.names import parse_call
 def main(arguments: list[str]) -> int:
     """Runs ``fedsim run`` with these arguments and returns the exit status."""
     about = "Train, evaluate, and write metrics, checkpoints and a picture to a run folder."
-    config, settings, varied, seeds, how, processes = configured(arguments, "fedsim run", about, PROCESSES)
+    config, settings, varied, seeds, how, processes, differing = configured(arguments, "fedsim run", about, PROCESSES)
     if settings.folder is None:
-        parts = [parse_call(part)[0].rpartition(":")[2].lower() for part in (config.dataset, config.algorithm)]
+        several = {name: values for name, values in varied.items() if name in ("dataset", "algorithm")}
+        texts = [
+            f"{len(several[name])}-{name}s" if name in several else getattr(config, name) for name in ("dataset", "algorithm")
+        ]
+        parts = [parse_call(text)[0].rpartition(":")[2].lower() for text in texts]
         name = "-".join([*parts, *(["sweep"] if varied or seeds else []), time.strftime("%Y%m%d-%H%M%S")])
         settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
-    return train(config, connected(settings, processes), varied, seeds, how)
+    return train(config, connected(settings, processes), varied, seeds, how, differing)

@@ -12,7 +12,7 @@ import jax
 import fedsim
 from fedsim import experiment
 from fedsim.experiment import RunConfig, Settings, run_experiment
-from fedsim.sweeps import sweep
+from fedsim.sweeps import Differing, sweep
 
 
 def use_devices(count: int | None = None) -> None:
@@ -50,14 +50,14 @@ def connected(settings: Settings, processes: Mapping[str, Any]) -> Settings:
 
 def train(
     config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[Any]], seeds: int | Sequence[int] | None,
-    how: experiment.How | None,
+    how: experiment.How | None, differing: Differing = (),
 ) -> int:  # fmt: skip
     """Trains a run, or a sweep if options have several values or there are several seeds; returns the exit status."""
     result: Any
     if varied or seeds:
         if jax.process_count() > 1:
             raise ValueError("Expected a single run in several processes, got several values or seeds: start each run alone.")
-        result = sweep(config, settings, varied, seeds or 1, how, table=True)
+        result = sweep(config, settings, varied, seeds or 1, how, table=True, differing=differing)
     else:
         built = experiment.build(config, settings)
         result = run_experiment(built, config, settings, progress=settings.progress, table=True)

@@ -324,6 +324,12 @@ class RunConfig:
         "Seed of all random draws, also of the dataset's partition unless that has a seed: 'digits(seed=3)'.",
         of_sampler=True,
     )
+    client_optimizer: str | None = _option(
+        None,
+        "client optimizer (SGD)",
+        "Another optimizer of optax in place of SGD: 'adamw(weight_decay=0.1)', adam, yogi, ...",
+        builds="client_optimizer",
+    )
     client_learning_rate: float = _option(
         0.1, "client optimizer (SGD)", "Learning rate of the clients.", builds="client_optimizer"
     )
@@ -587,7 +593,7 @@ def options_that_build(field: str) -> list[str]:
     """Returns the fields of `RunConfig` and `Settings` from which a field of an algorithm is built; none if it is not built.
 
     >>> options_that_build("client_optimizer")[:3], options_that_build("mu")
-    (['rounds', 'client_learning_rate', 'client_momentum'], [])
+    (['rounds', 'client_optimizer', 'client_learning_rate'], [])
     """
     fields = [*dataclasses.fields(RunConfig), *dataclasses.fields(Settings)]
     return [option.name for option in fields if field in option.metadata["builds"]]

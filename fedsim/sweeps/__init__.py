@@ -11,4 +11,5 @@ from fedsim.sweeps._population import Population as Population
 from fedsim.sweeps._population import population as population
 from fedsim.sweeps._result import SweepMember as SweepMember
 from fedsim.sweeps._result import SweepResult as SweepResult
+from fedsim.sweeps._sweep import Differing as Differing
 from fedsim.sweeps._sweep import sweep as sweep

@@ -37,8 +37,9 @@ def change_rounds(folder: str | Path, rounds: int, settings: Settings) -> None:
     sweep = read_sweep(folder)
     stored = sweep or read_config(folder)
     config, _ = stored_run(folder, stored)
-    members = members_of(folder, config, sweep["varied"], sweep["seeds"]) if sweep else [(None, config)]
-    if sweep and "rounds" in sweep["varied"]:
+    of_sweep = (sweep["varied"], sweep["seeds"], sweep.get("differing", ())) if sweep else None
+    members = members_of(folder, config, *of_sweep) if of_sweep else [(None, config)]
+    if sweep and len({own.rounds for _, own in members}) > 1:
         raise ValueError(f"The runs of {folder} differ in their rounds: continue one of them with --rounds {rounds}.")
     with contextlib.ExitStack() as locks:
         changed = []

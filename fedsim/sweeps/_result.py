@@ -54,7 +54,7 @@ class SweepMember:
 
     @property
     def name(self) -> str:
-        """The name of the run folder."""
+        """Its values and its seed."""
         return ",".join(f"{name}={value}" for name, value in {**self.setting, "seed": self.seed}.items())
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -37,6 +39,9 @@ from fedsim.sweeps._lockstep import run_groups
 from fedsim.sweeps._result import SweepMember, SweepResult, csv_of, with_result
 from fedsim.sweeps._ways import Job, chosen_way, ways
 
+# Pairs of some varied values, and the fields that differ with them; see `sweep`.
+Differing: TypeAlias = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+
 
 def sweep(
     config: RunConfig,
@@ -45,6 +50,7 @@ def sweep(
     seeds: int | Sequence[int] = 1,
     how: How | None = None,
     table: bool | None = None,
+    differing: Differing = (),
 ) -> SweepResult:
     """Runs a configuration with all combinations of some values and with several seeds.
 
@@ -70,6 +76,8 @@ def sweep(
         folder's ``sweep.json`` has recorded, and in a new folder ``"devices"`` on a CPU and ``"vmap"`` otherwise. Members that
         cannot run in this way run sequentially, and a warning gives the reason.
       table: whether to print the table on stdout; None prints it if ``settings.progress`` is true.
+      differing: pairs of some varied values, such as ``{"algorithm": "fedprox"}``, and the fields of `RunConfig` that members
+        with these values have instead of those of ``config``, such as ``{"hyperparameters": {"mu": 0.1}}``.
 
     Raises:
       ValueError: a configuration is not valid (the message names its values), or the folder holds something else.
@@ -94,7 +102,7 @@ def sweep(
     if "seed" in varied:
         raise ValueError("Expected seeds in seeds, got seed in varied: pass seeds=[...].")
     folder = Path(settings.folder)
-    members = members_of(folder, config, varied, chosen_seeds)
+    members = members_of(folder, config, varied, chosen_seeds, differing)
     experiments = build_members([own for _, own in members], settings)
     for (member, _), experiment in zip(members, experiments, strict=True):
         with named(member.name):
@@ -102,8 +110,10 @@ def sweep(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with RunFolder(folder).lock():
-        code = code_of(*(experiment[:2] for experiment in experiments), *imported_modules(config))
-        how = _initialize(folder, config, settings, varied, chosen_seeds, how, code)
+        imported = {id(module): module for _, own in members for module in imported_modules(own)}
+        code = code_of(*(experiment[:2] for experiment in experiments), *imported.values())
+        new = {"config": dataclasses.asdict(config), "varied": dict(varied), "seeds": chosen_seeds}
+        how = _initialize(folder, new | ({"differing": differing} if differing else {}), settings, how, code)
         groups = ways(_jobs(members, experiments, settings), how, alike=False)
         with Interruption() as interruption:
             failed = run_groups(groups, settings.progress, interruption)
@@ -130,13 +140,17 @@ def sweep(
             f"{len(members)} runs of {config.rounds} rounds: the last evaluation, mean ± standard deviation over seeds\n\n"
             f"{result.table()}\n\nwall time  {time.perf_counter() - began:.1f} s\nwritten    {folder}/\n"
             f"             {sweep_file(folder).name}, members.csv, table.txt\n"
-            f"             {len(members)} run folders: {members[0][0].name}/, ..."
+            f"             {len(members)} run folders: {members[0][0].folder.name}/, ..."
         )
     return result
 
 
 def members_of(
-    folder: str | Path, config: RunConfig, varied: Mapping[str, Sequence[Any]], seeds: Sequence[int]
+    folder: str | Path,
+    config: RunConfig,
+    varied: Mapping[str, Sequence[Any]],
+    seeds: Sequence[int],
+    differing: Differing = (),
 ) -> list[tuple[SweepMember, RunConfig]]:
     """Returns the members of a sweep, each with its own configuration.
 
@@ -148,25 +162,35 @@ def members_of(
     members = []
     for setting, seed in itertools.product(listed_settings(varied), seeds):
         member = SweepMember(setting=setting, seed=seed, folder=Path(folder))
-        member = dataclasses.replace(member, folder=member.folder / member.name)
+        member = dataclasses.replace(member, folder=member.folder / _file_name(member.name))
+        chosen = [values for names, values in differing if names.items() <= setting.items()]
+        own_config = dataclasses.replace(config, **{name: value for values in chosen for name, value in values.items()})
         general = {name: value for name, value in setting.items() if name in fields}
-        own = {**config.hyperparameters, **{name: value for name, value in setting.items() if name not in fields}}
+        own = {**own_config.hyperparameters, **{name: value for name, value in setting.items() if name not in fields}}
         with named(member.name):
-            members.append((member, dataclasses.replace(config, **general, seed=seed, hyperparameters=own)))
+            members.append((member, dataclasses.replace(own_config, **general, seed=seed, hyperparameters=own)))
     return members
 
 
-def _initialize(
-    folder: Path, config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[Any]], seeds: Sequence[int],
-    how: How | None, code: Mapping[str, str],
-) -> How:  # fmt: skip
+def _file_name(name: str) -> str:
+    """Returns a name of a folder: texts without what file systems do not allow, and with a hash if they are long.
+
+    >>> _file_name("algorithm=fedavg,seed=0"), _file_name("dataset=mnist(partition='iid'),seed=0")
+    ('algorithm=fedavg,seed=0', 'dataset=mnist(partition=iid),seed=0')
+    """
+    short = re.sub(r"[^\w.,=()+-]+", "", re.sub(r"[^,=]*[/\\]", "", name))
+    return short if len(short) <= 150 else f"{short[:130]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+def _initialize(folder: Path, content: Mapping[str, Any], settings: Settings, how: How | None, code: Mapping[str, str]) -> How:
     """Writes ``sweep.json``, or checks that an existing one is of the same sweep. Returns how the members run."""
-    new = json.loads(json.dumps({"config": dataclasses.asdict(config), "varied": dict(varied), "seeds": seeds}))
+    new = json.loads(json.dumps(content))
     stored = read_sweep(folder)
     if stored is None and RunFolder(folder).config.exists():
         raise ValueError(f"The folder {folder} holds a run and not a sweep: choose another folder.")
     if stored is not None:
-        entries = [{**sweep["config"], "varied": sweep["varied"], "seeds": sweep["seeds"]} for sweep in (new, stored)]
+        others = ("varied", "seeds", "differing")
+        entries = [sweep["config"] | {name: sweep.get(name) for name in others} for sweep in (new, stored)]
         if differences := [name for name in entries[0] if entries[0][name] != entries[1].get(name)]:
             lines = [f"  {name}: {entries[0][name]} now, {entries[1].get(name)} in the folder" for name in differences]
             raise ValueError(

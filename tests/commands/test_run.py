@@ -19,6 +19,7 @@ from small_run import SMALL
 
 import fedsim
 from fedsim.commands import main
+from fedsim.configuration._client_optimizer import OPTIMIZERS
 from fedsim.experiment import RunConfig, Settings, build, published, read_config, read_metrics, restore
 from fedsim.names import make
 
@@ -117,6 +118,7 @@ _FACTORIES = {
     "topology": fedsim.decentralized.TOPOLOGIES,
     "synchronization": fedsim.systems.SYNCHRONIZATIONS,
     "client_devices": fedsim.systems.LAWS,
+    "client_optimizer": OPTIMIZERS,
 }
 
 
@@ -130,6 +132,7 @@ def test_every_example_of_the_help_is_accepted():
         assert len(named) == 3, named
         for example in named:
             options = {"nodes": 16} if field.name == "topology" else {}
+            options |= {"learning_rate": 0.1} if field.name == "client_optimizer" else {}
             made = make(field.name, example, _FACTORIES[field.name], object, **options)
             RunConfig(**{field.name: example})
             if field.name == "aggregator":  # an example may need a larger cohort than the default

@@ -230,8 +230,8 @@ def test_a_dataset_with_a_seed_is_the_same_for_all_seeds(tmp_path, no_pictures):
 def test_a_folder_of_an_earlier_version_has_the_data_of_seed_0(tmp_path, no_pictures, capsys):
     for seed, status in ((0, 0), (1, 2)):
         folder = tmp_path / str(seed)
-        given = ["--dataset", "toy_regression(clients=6, seed=0)", "--seed", str(seed)]
-        assert main(["run", *TOY, *given, "--folder", str(folder)]) == 0
+        given = ["--dataset", "toy_regression(clients=6, seed=0)", *TOY[2:], "--seed", str(seed)]
+        assert main(["run", *given, "--folder", str(folder)]) == 0
         stored = read_config(folder)
         stored["config"]["dataset"] = "toy_regression(clients=6)"  # The seed of the dataset was not recorded.
         (folder / "config.json").write_text(json.dumps(stored))
@@ -559,7 +559,7 @@ def test_without_a_metric_that_can_be_judged_no_setting_is_the_best():
     assert table({}) == "best  none: no metric says whether higher or lower values are better"
     chosen = table({"better": {"test_entropy": "lower"}})
     assert chosen == "best  rate=0.1: entropy 0.6000, chosen on test data, so it is optimistic: give --validation"
-    assert table({"better": {"test_entropy": "higher"}}) == "best  rate=9.0: entropy 0.7000"
+    assert table({"better": {"test_entropy": "higher"}}).startswith("best  rate=9.0: entropy 0.7000, ")
 
 
 def test_a_sweep_does_not_continue_with_other_code(tmp_path, capsys):

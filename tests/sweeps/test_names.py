@@ -1,0 +1,89 @@
+"""Sweeps over names: algorithms, datasets and optimizers, whose members are the runs that one would start alone."""
+
+import dataclasses
+
+import jax
+import optax
+import pytest
+
+from fedsim.commands import main
+from fedsim.commands._configuration import configured
+from fedsim.configuration import RunConfig, Settings, build
+from fedsim.experiment import read_sweep
+from fedsim.sweeps._sweep import members_of
+
+
+def chosen(*arguments):
+    return configured(list(arguments), "fedsim run", "", {})
+
+
+def test_members_have_the_configurations_of_separate_runs():
+    datasets = ["digits(partition='dirichlet', alpha=0.1)", "emnist62"]
+    both = chosen(
+        "--dataset", datasets[0], "--dataset", datasets[1], "--algorithm=fedprox,fedavg", "--mu", "0.5", "--batch-size", "5,10"
+    )
+    members = members_of("s", both.config, both.varied, [0], both.differing)
+    assert len(members) == 8 and len({member.folder for member, _ in members}) == 8
+    for member, own in members:
+        options = ["--dataset", member.setting["dataset"], "--algorithm", member.setting["algorithm"]]
+        options += ["--mu", "0.5"] if member.setting["algorithm"] == "fedprox" else []
+        assert own == chosen(*options, "--batch-size", str(member.setting["batch_size"])).config
+    # Defaults are those of each dataset and algorithm.
+    assert {own.rounds for _, own in members} == {1500, 100}
+    assert {own.hyperparameters.get("mu") for _, own in members} == {0.5, None}
+
+
+def test_a_sweep_over_names_runs_and_is_resumed(tmp_path, capsys):
+    options = [
+        "--model",
+        "digits_logistic",
+        "--rounds",
+        "2",
+        "--clients",
+        "2",
+        "--folder",
+        str(tmp_path / "s"),
+        "--no-progress",
+    ]
+    names = ["--algorithm", "fedavg,fedprox", "--client-optimizer", "sgd(momentum=0.9)", "--client-optimizer", "rmsprop"]
+    assert main(["run", *options, *names]) == 0
+    table = capsys.readouterr().out
+    assert all(f"{algorithm}   " in table for algorithm in ("fedavg", "fedprox")) and table.count("sgd(momentum=0.9)") >= 2
+    assert main(["resume", str(tmp_path / "s"), "--rounds", "3", "--no-progress"]) == 0
+    assert "4 runs of 3 rounds" in capsys.readouterr().out
+    assert read_sweep(tmp_path / "s")["varied"]["client_optimizer"] == ["sgd(momentum=0.9)", "rmsprop"]
+
+
+def test_optimizers_are_those_of_optax():
+    made = build(RunConfig(client_optimizer="rmsprop(decay=0.8)", client_learning_rate=0.01), Settings()).algorithm
+    params = made.model.init(jax.random.key(0))
+    both = made.client_optimizer, optax.rmsprop(0.01, decay=0.8)
+    ours, theirs = (jax.tree.leaves(each.update(params, each.init(params), params)[0]) for each in both)
+    assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--algorithm", "fedavg,fedavg"], "Expected different values of --algorithm"),
+        (["--algorithm", "fedavg,fedporx"], "Did you mean 'fedprox'"),
+        (["--algorithm", "fedavg,fedprox", "--mu", "0.1,1"], "options that all algorithms have"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        chosen(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "momentum", "message"),
+    [
+        ("adamm", 0.0, "Did you mean 'adam'"),
+        ("adam(weight_decay=1.0)", 0.0, "has no option 'weight_decay'"),
+        ("adam(learning_rate=0.1)", 0.0, "give client_learning_rate"),
+        ("adam", 0.9, "Expected client_optimizer or client_momentum"),
+    ],
+)
+def test_optimizers_that_cannot_be_made_are_refused(text, momentum, message):
+    with pytest.raises(ValueError, match=message):
+        build(dataclasses.replace(RunConfig(), client_optimizer=text, client_momentum=momentum), Settings())
