@@ -16,3 +16,4 @@ from fedsim.plots._sizes import plot_sizes as plot_sizes
 from fedsim.plots._stages import plot_stages as plot_stages
 from fedsim.plots._timeline import plot_timeline as plot_timeline
 from fedsim.plots._tuning import plot_tuning as plot_tuning
+from fedsim.plots._worth import plot_worth as plot_worth

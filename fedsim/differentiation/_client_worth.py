@@ -1,0 +1,146 @@
+"""What each client of a run is worth: the derivative of the loss after the run in the weights of the clients."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import checks, rng
+from fedsim.algorithm import Algorithm
+from fedsim.differentiation._differentiable import differentiable
+from fedsim.rounds import Client, ClientUpdate
+from fedsim.samplers import Sampler
+
+A = TypeVar("A", bound=Algorithm)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientWorth:
+    """The result of `client_worth`.
+
+    Attributes:
+      client_ids: the clients of the population.
+      values: ``float64 [clients]``: by how much the objective falls, to first order, if the weight of a client is doubled. A
+        client with a negative value does harm. It is 0 for a client that was in no cohort.
+      num_examples: ``int64 [clients]``.
+      objective: its value after the run.
+
+    >>> worth = ClientWorth(["ann", "bob"], np.array([0.5, -0.25]), np.array([3, 2]), objective=1.5)
+    >>> print(worth.table())
+    client  examples  worth
+    ann            3    0.5
+    bob            2  -0.25
+    """
+
+    client_ids: Sequence[str]
+    values: np.ndarray
+    num_examples: np.ndarray
+    objective: float
+
+    def table(self) -> str:
+        """Returns a row per client, the one that is worth most first."""
+        order = np.argsort(-self.values, kind="stable")
+        rows = [(self.client_ids[int(i)], f"{self.num_examples[i]:,}", f"{self.values[i]:.3g}") for i in order]
+        rows.insert(0, ("client", "examples", "worth"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows)
+
+    def plot(self) -> Any:
+        """Returns a matplotlib figure: the clients in the order of their worth, and their worth against their examples."""
+        from fedsim.plots import plot_worth
+
+        return plot_worth(self.client_ids, self.values, self.num_examples)
+
+
+def with_client_weights(algorithm: A, weights: jax.Array) -> A:
+    """Returns a copy of an algorithm in which the weight of each client's update is multiplied by a number.
+
+    With 0 for a client, its update does not count; with equal numbers, nothing changes.
+
+    Args:
+      algorithm: an algorithm with a ``client_update``.
+      weights: ``float32 [clients of the population]``.
+
+    >>> import optax, fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.float32([1, 2, 9])}, sizes=[1, 1, 1])
+    >>> histogram = fedsim.algorithms.Histogram(bins=2, low=0, high=10)
+    >>> with_client_weights(histogram, jnp.ones(3)).client_weights.tolist()
+    [1.0, 1.0, 1.0]
+    """
+    made, cls = copy.copy(algorithm), type(algorithm)
+    object.__setattr__(made, "__class__", _weighted(cls))  # type: ignore[arg-type]
+    object.__setattr__(made, "client_weights", weights)
+    return made
+
+
+@functools.cache
+def _weighted(cls: type[Any]) -> type[Any]:
+    @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+    class Weighted(cls):
+        client_weights: Any = None
+
+        def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+            update = super().client_update(shared, client)
+            factor = self.client_weights[client.position]
+            return update._replace(weight=update.weight * factor.astype(jnp.result_type(update.weight)))
+
+    Weighted.__name__ = Weighted.__qualname__ = cls.__name__
+    return Weighted
+
+
+def client_worth(algorithm: Algorithm, sampler: Sampler, *, rounds: int, objective: Callable[[Any], jax.Array]) -> ClientWorth:
+    """Returns what each client of a run is worth: minus the derivative of an objective in the weight of its updates.
+
+    The run is differentiated from its first to its last round, so that what a client contributes in an early round counts by
+    what becomes of it. One run gives the worth of all clients, where leaving each of them out needs a run per client. It is a
+    derivative, so it says what a small change of the weight does: for clients that others could replace, the loss without them
+    is another question.
+
+    Args:
+      algorithm: an algorithm that `differentiable` accepts, with a ``client_update`` and weights that are averaged.
+      sampler: of the cohorts; the initial state is drawn from their root key, as in `fedsim.experiment.run`.
+      rounds: the number of rounds. The states of all of them are stored.
+      objective: a function of the state after the last round, such as
+        ``fedsim.differentiation.validation_loss(model, validation_data)``. Do not use the test data, if clients are chosen.
+
+    Raises:
+      ValueError: the algorithm cannot be differentiated, or clients have no updates with weights.
+
+    >>> import optax, fedsim
+    >>> data, model = fedsim.datasets.load("digits", clients=4), fedsim.models.digits_logistic()
+    >>> split = fedsim.partitioners.split_within_clients(data.train, {"train": 0.8, "validation": 0.2}, seed=0)
+    >>> algorithm = fedsim.algorithms.FedAvg(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=100))
+    >>> objective = fedsim.differentiation.validation_loss(model, split["validation"])
+    >>> sampler = fedsim.UniformSampler(split["train"], clients=4, seed=0)
+    >>> worth = client_worth(algorithm, sampler, rounds=2, objective=objective)
+    >>> worth.values.shape, bool(abs(worth.values.sum()) < 1e-3)  # if all weights are doubled, their mean is the same
+    ((4,), True)
+    """
+    checks.instance(Algorithm, "fedsim.algorithms.FedAvg(...)", algorithm=algorithm)
+    checks.whole(1, rounds=rounds)
+    if type(algorithm).client_update is Algorithm.client_update:
+        raise ValueError(
+            f"Expected an algorithm whose clients send updates with weights, got {type(algorithm).__name__}, which defines no "
+            "client_update: use FedAvg or another algorithm with one."
+        )
+    cohorts = [sampler.cohort(round) for round in range(rounds)]
+    data = cohorts[0].data
+    key = rng.stream(cohorts[0].key, "init")
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(weights: jax.Array) -> jax.Array:
+        weighted = differentiable(with_client_weights(algorithm, weights))
+        return objective(weighted.apply_rounds(weighted.init(key), cohorts)[0])
+
+    value, derivative = loss(jnp.ones(data.num_clients, jnp.float32))
+    if not np.all(np.isfinite(derivative)):
+        raise ValueError("The derivative is not finite, so the run diverges: use smaller learning rates or fewer rounds.")
+    return ClientWorth(data.client_ids, -np.asarray(derivative, np.float64), np.asarray(data.sizes), float(value))

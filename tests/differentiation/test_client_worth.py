@@ -1,0 +1,92 @@
+"""What clients are worth: derivatives against differences, against leaving clients out, and clients with wrong labels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy.stats import spearmanr
+
+import fedsim
+from fedsim import differentiation, rng
+
+
+def population(clients, wrong=(), **options):
+    """Returns training data, some of whose clients have wrong labels, and validation data without these clients."""
+    data = fedsim.datasets.load("digits", clients=clients, **options).train
+    split = fedsim.partitioners.split_within_clients(data, {"train": 0.7, "validation": 0.3}, seed=0)
+    train, draw = split["train"], np.random.default_rng(0)
+    labels = np.array(train.columns["y"])
+    for client in wrong:
+        own = slice(*train.offsets[client : client + 2])
+        labels[own] = (labels[own] + draw.integers(1, 10, labels[own].shape)) % 10
+    train = fedsim.FederatedData.from_arrays({"x": np.array(train.columns["x"]), "y": labels}, sizes=train.sizes)
+    return train, split["validation"].select([name for i, name in enumerate(data.client_ids) if i not in wrong])
+
+
+def task(clients, rounds, cohort=None, **options):
+    train, validation = population(clients, **options)
+    model = fedsim.models.digits_logistic()
+    algorithm = fedsim.algorithms.FedAvg(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10))
+    objective = differentiation.validation_loss(model, validation)
+    sampler = fedsim.UniformSampler(train, clients=cohort or clients, seed=0)
+    return algorithm, sampler, rounds, objective
+
+
+def loss_with(algorithm, sampler, rounds, objective):
+    """Returns a compiled function from the weights of clients to the objective after a run."""
+    cohorts = [sampler.cohort(round) for round in range(rounds)]
+
+    @jax.jit
+    def loss(weights):
+        weighted = differentiation.with_client_weights(algorithm, weights)
+        state, _ = weighted.apply_rounds(weighted.init(rng.stream(cohorts[0].key, "init")), cohorts)
+        return objective(state)
+
+    return loss
+
+
+def test_worth_is_the_derivative_in_each_weight():
+    given = task(6, rounds=3, cohort=3, partition="dirichlet", alpha=0.5)
+    algorithm, sampler, rounds, objective = given
+    worth = differentiation.client_worth(algorithm, sampler, rounds=rounds, objective=objective)
+    loss, ones = loss_with(*given), jnp.ones(6)
+    plain, _ = algorithm.apply_rounds(
+        algorithm.init(rng.stream(sampler.cohort(0).key, "init")), [sampler.cohort(round) for round in range(rounds)]
+    )
+    assert float(loss(ones)) == pytest.approx(float(objective(plain)), rel=1e-6) == worth.objective
+    for client in range(6):
+        up, down = (float(loss(ones.at[client].set(1 + step))) for step in (0.1, -0.1))
+        assert -(up - down) / 0.2 == pytest.approx(worth.values[client], rel=0.05, abs=5e-5)
+    absent = set(range(6)) - {int(i) for round in range(rounds) for i in sampler.cohort(round).clients}
+    assert all(worth.values[i] == 0 for i in absent)
+
+
+@pytest.mark.slow
+def test_its_order_is_that_of_leaving_each_client_out():
+    given = task(20, rounds=10, partition="dirichlet", alpha=0.3)
+    worth = differentiation.client_worth(*given[:2], rounds=given[2], objective=given[3])
+    loss, ones = loss_with(*given), jnp.ones(20)
+    without = [float(loss(ones.at[client].set(0))) - worth.objective for client in range(20)]
+    assert spearmanr(worth.values, without)[0] >= 0.9
+
+
+def test_clients_with_wrong_labels_are_worth_least():
+    wrong = tuple(range(3, 100, 10))
+    algorithm, sampler, rounds, objective = task(100, rounds=10, wrong=wrong, partition="iid")
+    worth = differentiation.client_worth(algorithm, sampler, rounds=rounds, objective=objective)
+    assert set(np.argsort(worth.values)[:10].tolist()) == set(wrong)
+    assert [line.split()[0] for line in worth.table().splitlines()[-10:]] == [
+        worth.client_ids[i] for i in np.argsort(-worth.values, kind="stable")[-10:]
+    ]
+
+
+def test_what_has_no_weights_is_refused():
+    data = fedsim.datasets.load("digits", clients=4).train
+    nodes = fedsim.decentralized.DPSGD(
+        model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10),
+        topology=fedsim.decentralized.ring(4),
+    )  # fmt: skip
+    sampler = fedsim.UniformSampler(data, clients=4, seed=0)
+    with pytest.raises(ValueError, match="DPSGD, which defines no client_update"):
+        differentiation.client_worth(nodes, sampler, rounds=1, objective=lambda state: 0.0)
