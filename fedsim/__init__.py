@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fedsim import algorithms as algorithms
     from fedsim import attacks as attacks
     from fedsim import augmentations as augmentations
+    from fedsim import comparison as comparison
     from fedsim import compressors as compressors
     from fedsim import configuration as configuration
     from fedsim import data as data

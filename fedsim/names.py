@@ -29,6 +29,16 @@ _INSTALLED = [Path(__file__).resolve().parent, *(Path(sysconfig.get_path(name)).
 _KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
 
 
+def better_by_name(metric: str) -> typing.Literal["higher", "lower"] | None:
+    """Returns which values of a metric are better, as far as its name says it.
+
+    >>> better_by_name("personal_accuracy"), better_by_name("loss"), better_by_name("entropy")
+    ('higher', 'lower', None)
+    """
+    named: dict[str, typing.Literal["higher", "lower"]] = {"loss": "lower", "accuracy": "higher"}
+    return named.get(metric.removeprefix("personal_"))
+
+
 def look_up(kind: str, name: str, known: Mapping[str, T]) -> T:
     """Returns ``known[name]``.
 

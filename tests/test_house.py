@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # "fedsim" is the __init__ of the package.
 LAYERS: list[set[str]] = [
     {"_version", "checks"},
-    {"descriptions", "distributed", "durable_files", "names", "rng", "tree"},
+    {"descriptions", "distributed", "durable_files", "names", "rng", "run_files", "tree"},
     {"augmentations", "metrics", "primitives"},
     {"model", "data", "compressors"},
     {"text_files"},
@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
     {"attacks", "heterogeneity", "partitioners", "samplers"},
     {"systems"},
     {"plots"},
+    {"comparison"},
     {"rounds"},
     {"execution"},
     {"algorithm"},
@@ -62,6 +63,7 @@ PUBLIC_MODULES = [
     "fedsim.attacks",
     "fedsim.augmentations",
     "fedsim.commands",
+    "fedsim.comparison",
     "fedsim.compressors",
     "fedsim.configuration",
     "fedsim.data",

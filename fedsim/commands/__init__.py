@@ -27,6 +27,8 @@ usage: fedsim COMMAND ...
   replay FOLDER --round R --client C
                      run one client's round of a run again, alone and in plain Python, for prints and a debugger
   evaluate FOLDER    evaluate the model of a run, on its test data or on its training data
+  runs [FOLDER]      list runs with their settings and last metrics
+  compare RUN ...    compare algorithms or settings over seeds: intervals, tests, costs; tables and figures
   export FOLDER FILE write the parameters of a run to a file, .safetensors or .npz
   datasets           list the datasets; `fedsim datasets describe NAME` describes one, `... convert IN OUT` converts files
   models             list the models
@@ -36,7 +38,20 @@ usage: fedsim COMMAND ...
 A first example, which takes a minute and needs no network: fedsim run
 """
 
-COMMANDS = ("run", "plan", "resume", "replay", "evaluate", "export", "datasets", "models", "algorithms", "reproduce")
+COMMANDS = (
+    "run",
+    "plan",
+    "resume",
+    "replay",
+    "evaluate",
+    "runs",
+    "compare",
+    "export",
+    "datasets",
+    "models",
+    "algorithms",
+    "reproduce",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,7 +110,8 @@ def _main_of(command: str) -> Callable[[list[str]], int]:
         if error.name not in ("tyro", "docstring_parser"):
             raise
         raise ImportError("The command line needs tyro: pip install 'fedsim-jax[run]'.") from error
-    _keep_compiled_programs()
+    if "jax" in sys.modules:  # Commands that read files alone do not load it.
+        _keep_compiled_programs()
     return module.main
 
 

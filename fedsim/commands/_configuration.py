@@ -13,7 +13,8 @@ import tyro
 
 import fedsim
 from fedsim import checks, datasets, experiment
-from fedsim.commands._options import HOW, TRUST, Option, options_of, parse
+from fedsim.commands._options import TRUST, Option, options_of, parse
+from fedsim.commands._training import HOW
 from fedsim.configuration import algorithm_hyperparameters, fields_that_name, options_that_build
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment.driving import check_trusted, stored_run, warn_of_changed_code

@@ -8,8 +8,6 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hin
 
 import tyro
 
-from fedsim.experiment import How
-
 RUNS_CODE = (
     "If the configuration names Python code (FILE.py:CLASS or MODULE:CLASS), this code is run. If you did not write the "
     "configuration on this machine, fedsim prints the names and stops, unless you add --trust."
@@ -35,14 +33,6 @@ class Option(NamedTuple):
 TRUST = Option(
     "", bool, False, "Run the Python code that the configuration of the folder names, also if you did not write it yourself."
 )
-HOW = Option(
-    "execution (speed only)",
-    How | None,
-    None,
-    "How the runs of a sweep run: devices: one at a time on each device; vmap: side by side; sequential: one at a time on all "
-    "devices; default: devices on a CPU, vmap on a GPU or TPU.",
-)
-
 _SEVERAL = "several processes, each with its own devices"
 PROCESSES = {
     "distributed": Option(

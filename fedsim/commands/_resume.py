@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 
 from fedsim import distributed, experiment
-from fedsim.commands._options import HOW, PROCESSES, RUNS_CODE, TRUST, Option, options_of, parse
-from fedsim.commands._training import connected, train
+from fedsim.commands._options import PROCESSES, RUNS_CODE, TRUST, Option, options_of, parse
+from fedsim.commands._training import HOW, connected, train
 from fedsim.experiment import Settings
 from fedsim.experiment.driving import check_trusted, stored_run
 from fedsim.sweeps import change_rounds

@@ -11,8 +11,17 @@ import jax
 
 import fedsim
 from fedsim import experiment
-from fedsim.experiment import RunConfig, Settings, run_experiment
+from fedsim.commands._options import Option
+from fedsim.experiment import How, RunConfig, Settings, run_experiment
 from fedsim.sweeps import Differing, sweep
+
+HOW = Option(
+    "execution (speed only)",
+    How | None,
+    None,
+    "How the runs of a sweep run: devices: one at a time on each device; vmap: side by side; sequential: one at a time on all "
+    "devices; default: devices on a CPU, vmap on a GPU or TPU.",
+)
 
 
 def use_devices(count: int | None = None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedsim.durable_files import replace_text, sync_file, writing
 from fedsim.experiment._lines import Line, split_and_metric
-from fedsim.text_files import parse_json
+from fedsim.run_files import metric_lines
 
 
 class MetricsFile:
@@ -42,7 +42,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, keep_rounds: int, evaluated: Callable[[int], bool] = lambda round: True) -> None:
-        lines, damaged = _read(path)
+        lines, damaged = metric_lines(path)
         kept = (line for line in lines if line["round"] <= keep_rounds)
         self.history = [line for line in kept if "seconds" in line or evaluated(line["round"])]
         text = "".join(map(_encode, self.history))
@@ -121,26 +121,10 @@ def read_metrics(path: str | Path) -> list[Line]:
     >>> read_metrics("no such file")
     []
     """
-    lines, damaged = _read(Path(path))
+    lines, damaged = metric_lines(Path(path))
     if damaged:
         warnings.warn(_problem(Path(path), damaged, []), stacklevel=2)
     return lines
-
-
-def _read(path: Path) -> tuple[list[Line], list[int]]:
-    """Returns the lines that can be read, and the numbers of the others, without that of an incomplete last line."""
-    lines, damaged = [], []
-    *complete, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    for number, content in enumerate([*complete, last], 1):
-        try:
-            line = parse_json(content.decode(), f"{path}, line {number}")
-        except ValueError:
-            line = None
-        if isinstance(line, dict) and type(line.get("round")) is int:
-            lines.append(line)
-        elif number <= len(complete):
-            damaged.append(number)
-    return lines, damaged
 
 
 def _problem(path: Path, damaged: list[int], missing: list[int]) -> str:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import checks, tree
+from fedsim.names import better_by_name
 
 Examples = Mapping[str, jax.Array]
 Metric = Callable[[Examples, Any], Any]
@@ -277,5 +278,4 @@ def better_of(name: str, value: Any) -> Better | None:
     >>> better_of("error", Mean(3.0, 4.0, better="lower")), better_of("error", 0.75), better_of("loss", 0.75)
     ('lower', None, 'lower')
     """
-    named: dict[str, Better] = {"loss": "lower", "accuracy": "higher"}
-    return getattr(value, "better", None) or named.get(name.removeprefix("personal_"))
+    return getattr(value, "better", None) or better_by_name(name)

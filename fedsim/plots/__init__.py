@@ -5,6 +5,7 @@ need matplotlib (``pip install matplotlib``), do not change its global state, an
 Okabe and Ito, which are distinguishable for colour-blind readers, or a colour map that is read by its lightness.
 """
 
+from fedsim.plots._bands import plot_bands as plot_bands
 from fedsim.plots._bits import plot_bits as plot_bits
 from fedsim.plots._examples import plot_examples as plot_examples
 from fedsim.plots._graph import plot_graph as plot_graph

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedsim.plots._canvas import add_legend, logarithmic, new_figure, shorten, style, whole_ticks
-from fedsim.plots._progress import curve, megabytes_of, rounds_of
+from fedsim.plots._progress import curve
+from fedsim.run_files import megabytes_of, rounds_of
 
 _DASHES = {"_clients_mean": "-", "_clients_worst10": ":"}
 

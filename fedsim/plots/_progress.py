@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedsim.plots._canvas import add_legend, new_figure, shorten, style, whole_ticks
+from fedsim.run_files import megabytes_of, rounds_of, simulated_seconds_of
 
 
 def plot_progress(histories: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "test_accuracy") -> Any:
@@ -34,7 +34,11 @@ def plot_progress(histories: Mapping[str, Sequence[Mapping[str, Any]]], metric: 
     """
     if not histories:
         raise ValueError("Expected the history of at least one run, got none: give {name: result.history}.")
-    panels = {"server steps (rounds)": rounds_of, "simulated seconds": _seconds, "megabytes sent so far": megabytes_of}
+    panels = {
+        "server steps (rounds)": rounds_of,
+        "simulated seconds": simulated_seconds_of,
+        "megabytes sent so far": megabytes_of,
+    }
     curves = {
         label: {name: curve(name, history, metric, position(history)) for name, history in histories.items()}
         for label, position in panels.items()
@@ -66,17 +70,3 @@ def curve(
     if not points:
         raise ValueError(f"The run {name!r} has no {metric} in its metrics, so there is nothing to draw: leave the run out.")
     return [x for x, _ in points], [y for _, y in points]
-
-
-def rounds_of(history: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [line["round"] for line in history]
-
-
-def _seconds(history: Sequence[Mapping[str, Any]]) -> list[float]:
-    return list(itertools.accumulate((line.get("simulated_seconds") or 0.0 for line in history), max))
-
-
-def megabytes_of(history: Sequence[Mapping[str, Any]]) -> list[float]:
-    simulated = any("bytes_up" in line for line in history)
-    names, factor = (("bytes_down", "bytes_up"), 1e-6) if simulated else (("bits_down", "bits_up"), 1e-6 / 8)
-    return list(itertools.accumulate(factor * sum(line.get(name) or 0 for name in names) for line in history))

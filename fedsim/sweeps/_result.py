@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedsim.comparison import edge_of_grid
 from fedsim.experiment import read_metrics
 from fedsim.experiment.driving import (
     SPLITS,
@@ -131,25 +132,17 @@ class SweepResult:
             return ["best  none: every setting has a run whose evaluation is not finite"]
         name = score_name(own[0].line) or ""
         setting = " ".join(f"{key}={value}" for key, value in own[0].setting.items())
-        edges = [text for key in own[0].setting if (text := self._edge(key, own[0].setting[key]))]
+        edges = []
+        for key, best in own[0].setting.items():
+            tried = [*self.varied.get(key, ()), *(member.setting[key] for member in self.members)]
+            if text := edge_of_grid(key, best, tried):
+                edges.append(f"edge  {text}")
         split, metric = split_and_metric(name)
         if split == "validation":
             tested = f", test {metric} {_spread(own, f'test_{metric}')}" if f"test_{metric}" in own[0].line else ""
             return [*edges, f"best  {setting}: validation {metric} {_spread(own, name)}{tested}"]
         chosen = f"best  {setting}: {metric} {_spread(own, name)}, chosen on test data, so it is optimistic: give --validation"
         return [*edges, chosen]
-
-    def _edge(self, name: str, best: Any) -> str | None:
-        """Returns a line that says that the best value of a number is the smallest or the largest one; None if it is not."""
-        values = {*self.varied.get(name, ()), *(member.setting[name] for member in self.members)}
-        if len(values) < 2 or not all(isinstance(value, int | float) for value in values):
-            return None
-        which = "smaller" if best == min(values) else "larger" if best == max(values) else ""
-        # Below 0, and below 1 for counts, there is nothing to try.
-        if not which or (which == "smaller" and best <= (1 if isinstance(best, int) else 0)):
-            return None
-        end = {"smaller": "smallest", "larger": "largest"}[which]
-        return f"edge  the best {name}={best} is the {end} of the grid: try {which} ones"
 
 
 def with_result(member: SweepMember, monitor: LossMonitor) -> SweepMember:

@@ -1,0 +1,79 @@
+"""Metrics in a run folder, read without JAX: the lines of ``metrics.jsonl``, and the rounds, seconds and bytes so far."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+History = Sequence[Mapping[str, Any]]
+
+
+def metric_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Returns the lines that can be read, and the numbers of the others, without that of an incomplete last line.
+
+    >>> metric_lines(Path("no such file"))
+    ([], [])
+    """
+    lines, damaged = [], []
+    decoder = json.JSONDecoder(object_pairs_hook=_with_different_keys)
+    *complete, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, content in enumerate([*complete, last], 1):
+        try:
+            line = decoder.decode(content.decode())
+        except (ValueError, RecursionError):
+            line = None
+        if isinstance(line, dict) and type(line.get("round")) is int:
+            lines.append(line)
+        elif number <= len(complete):
+            damaged.append(number)
+    return lines, damaged
+
+
+def rounds_of(history: History) -> list[float]:
+    """Returns the number of finished rounds at each line.
+
+    >>> rounds_of([{"round": 1, "seconds": 0.5}, {"round": 1, "test_accuracy": 0.5}])
+    [1, 1]
+    """
+    return [line["round"] for line in history]
+
+
+def simulated_seconds_of(history: History) -> list[float]:
+    """Returns the simulated time at each line; zeros if the run has no virtual clock.
+
+    >>> simulated_seconds_of([{"round": 1, "simulated_seconds": 3.0}, {"round": 1, "test_accuracy": 0.5}])
+    [3.0, 3.0]
+    """
+    return list(itertools.accumulate((line.get("simulated_seconds") or 0.0 for line in history), max))
+
+
+def wall_seconds_of(history: History) -> list[float]:
+    """Returns the wall time of the rounds until each line, without evaluations.
+
+    >>> wall_seconds_of([{"round": 1, "seconds": 0.5}, {"round": 1, "test_accuracy": 0.5}, {"round": 2, "seconds": 0.25}])
+    [0.5, 0.5, 0.75]
+    """
+    return list(itertools.accumulate(line.get("seconds") or 0.0 for line in history))
+
+
+def megabytes_of(history: History) -> list[float]:
+    """Returns the megabytes (1e6 bytes) of all messages until each line, in both directions.
+
+    On a virtual clock these are all messages, and otherwise those of the aggregated updates.
+
+    >>> megabytes_of([{"round": 1, "bits_up": 8e6, "bits_down": 16e6}, {"round": 1, "test_accuracy": 0.5}])
+    [3.0, 3.0]
+    """
+    simulated = any("bytes_up" in line for line in history)
+    names, factor = (("bytes_down", "bytes_up"), 1e-6) if simulated else (("bits_down", "bits_up"), 1e-6 / 8)
+    return list(itertools.accumulate(factor * sum(line.get(name) or 0 for name in names) for line in history))
+
+
+def _with_different_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("A line has a key twice.")
+    return found
