@@ -29,6 +29,7 @@ usage: fedsim COMMAND ...
   evaluate FOLDER    evaluate the model of a run, on its test data or on its training data
   runs [FOLDER]      list runs with their settings and last metrics
   compare RUN ...    compare algorithms or settings over seeds: intervals, tests, costs; tables and figures
+  report RUN ...     write a page of runs to an HTML file: curves, clients, costs, and what differs
   export FOLDER FILE write the parameters of a run to a file, .safetensors or .npz
   datasets           list the datasets; `fedsim datasets describe NAME` describes one, `... convert IN OUT` converts files
   models             list the models
@@ -46,6 +47,7 @@ COMMANDS = (
     "evaluate",
     "runs",
     "compare",
+    "report",
     "export",
     "datasets",
     "models",

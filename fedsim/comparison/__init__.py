@@ -8,6 +8,7 @@ from fedsim.comparison._compare import compare as compare
 from fedsim.comparison._grid import edge_of_grid as edge_of_grid
 from fedsim.comparison._outcome import Cost as Cost
 from fedsim.comparison._outcome import Outcome as Outcome
+from fedsim.comparison._report import report as report
 from fedsim.comparison._result import Comparison as Comparison
 from fedsim.comparison._result import GroupTest as GroupTest
 from fedsim.comparison._result import SettingResult as SettingResult

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from fedsim import checks
 from fedsim.experiment._lines import Line, is_better
 from fedsim.names import make
+from fedsim.run_files import megabytes_of
 
 _SPLIT = "validation"
 
@@ -119,7 +120,7 @@ class Spent:
             raise ValueError("Expected megabytes or seconds, got neither: write spent(megabytes=100), for example.")
 
     def reason(self, history: Sequence[Line]) -> str | None:
-        megabytes = sum(line.get("bits_up", 0) + line.get("bits_down", 0) for line in history) / 8e6
+        megabytes = megabytes_of(history)[-1] if history else 0.0
         if self.megabytes is not None and megabytes >= self.megabytes:
             return f"clients sent and received {megabytes:,.1f} MB"
         times = [line["simulated_seconds"] for line in history if "simulated_seconds" in line]
