@@ -300,9 +300,10 @@ def _read_run(folder: Path, sweep: Mapping[str, Sequence[Any]]) -> RecordedRun:
 
 
 def _grid(folder: Path) -> Mapping[str, Sequence[Any]]:
-    """Returns the values and the seeds of the sweep in a folder; empty if there is no sweep."""
+    """Returns the values and the seeds of the sweep in a folder; empty if there is no sweep, or none that can be read."""
     try:
         stored = json.loads((folder / "sweep.json").read_bytes())
-        return {**stored["varied"], "seeds": list(stored["seeds"])}
+        grid = {**stored["varied"], "seeds": stored["seeds"]}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+    return grid if all(isinstance(values, list) for values in grid.values()) else {}

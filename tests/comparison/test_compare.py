@@ -265,6 +265,10 @@ def test_runs_are_found_once_and_in_the_order_of_numbers(tmp_path):
     runs = read_runs(tmp_path, tmp_path / "sweep", tmp_path / "sweep" / "rate=0.1,seed=9")
     assert [run.folder.name for run in runs] == ["rate=0.01,seed=0", *(f"rate=0.1,seed={seed}" for seed in (1, 9, 10))]
     assert runs_table(runs, tmp_path).splitlines()[1].startswith("sweep/rate=0.01,seed=0  finished")
+    varied = {"rate": [0.01, 0.1], "mu": [1]}
+    for content, size in (({"varied": varied, "seeds": [0, 1, 9, 10]}, 8), ({"varied": {"rate": 1}, "seeds": [0]}, 0), ([], 0)):
+        (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(content))
+        assert {(run.sweep_size, run.grid == varied) for run in read_runs(tmp_path)} == {(size, size > 0)}
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="in which no folder has a config.json"):
         read_runs(tmp_path / "empty")
