@@ -117,6 +117,9 @@ PAPERS = {
     "heavyhitters": "10.1016/j.jalgor.2003.12.001",
     "geometric_median": "1912.13445",
     "bulyan": "1802.07927",
+    "divide_and_conquer": "10.14722/ndss.2021.24498",
+    "fools_gold": "1808.04866",
+    "flame": "2101.02281",
     "centred_clipping": "2012.10333",
     "integer_quantizer": "1712.05877",
     "qsgd": "1610.02132",
@@ -133,6 +136,8 @@ PAPERS = {
     "sign_flip": "1811.03761",
     "a_little_is_enough": "1902.06156",
     "inner_product": "1903.03936",
+    "min_max": "10.14722/ndss.2021.24498",
+    "min_sum": "10.14722/ndss.2021.24498",
 }
 
 
@@ -150,8 +155,20 @@ def test_every_algorithm_cites_its_own_paper():
 WITHOUT_NAME = {
     *("Clusters", "FlatFeatures", "Seeding", "Statistics"),
     *("DecentralizedAlgorithm", "VerticalAlgorithm"),
-    *("Aggregator", "SumAggregator", "Wrapper", "AuxMean", "Clipped", "Compressed", "Grouped", "Noised", "StackAggregator"),
-    *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),
+    *(
+        "Aggregator",
+        "SumAggregator",
+        "Wrapper",
+        "AuxMean",
+        "Bucketing",
+        "Clipped",
+        "Compressed",
+        "FLTrust",
+        "Grouped",
+        "Noised",
+        "StackAggregator",
+    ),
+    *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion", "ModelReplacement"),
 }
 
 

@@ -106,7 +106,6 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.aggregators.SumAggregator",
     "fedsim.algorithms.ServerState",
     "fedsim.algorithms.Shared",
-    "fedsim.attacks.HonestStatistics",
     "fedsim.compressors.Compressor",
     "fedsim.compressors.Size",
     "fedsim.compressors.Transmission",

@@ -116,6 +116,10 @@ def aggregators_and_compressors(model: fedsim.Model, task: workload.Task) -> dic
         "GeometricMedian": aggregators.GeometricMedian(),
         "Krum": aggregators.Krum(attackers=1),
         "Bulyan": aggregators.Bulyan(attackers=1),
+        "DivideAndConquer": aggregators.DivideAndConquer(attackers=1),
+        "FLAME": aggregators.FLAME(),
+        "FoolsGold": aggregators.FoolsGold(),
+        "Bucketing(CoordinateMedian)": aggregators.Bucketing(2, inner=aggregators.CoordinateMedian()),
         "MinNorm": aggregators.MinNorm(),
     }
     senders: dict[str, compressors.Compressor] = {cls.__name__: cls() for cls in compressors.COMPRESSORS.values()}

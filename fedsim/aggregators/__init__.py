@@ -13,11 +13,17 @@ from fedsim.aggregators._aggregator import accumulation_dtype as accumulation_dt
 from fedsim.aggregators._aux_mean import AuxMean as AuxMean
 from fedsim.aggregators._aux_mean import WithAux as WithAux
 from fedsim.aggregators._aux_mean import with_aux_of as with_aux_of
+from fedsim.aggregators._bucketing import Bucketing as Bucketing
 from fedsim.aggregators._bulyan import Bulyan as Bulyan
 from fedsim.aggregators._centred_clipping import CentredClipping as CentredClipping
 from fedsim.aggregators._clipped import Clipped as Clipped
 from fedsim.aggregators._compressed import Compressed as Compressed
 from fedsim.aggregators._coordinate_median import CoordinateMedian as CoordinateMedian
+from fedsim.aggregators._divide_and_conquer import DivideAndConquer as DivideAndConquer
+from fedsim.aggregators._flame import FLAME as FLAME
+from fedsim.aggregators._fltrust import FLTrust as FLTrust
+from fedsim.aggregators._fools_gold import FoolsGold as FoolsGold
+from fedsim.aggregators._fools_gold import WithHistory as WithHistory
 from fedsim.aggregators._geometric_median import GeometricMedian as GeometricMedian
 from fedsim.aggregators._grouped import Grouped as Grouped
 from fedsim.aggregators._grouped import Groups as Groups
@@ -26,11 +32,25 @@ from fedsim.aggregators._krum import Krum as Krum
 from fedsim.aggregators._min_norm import MinNorm as MinNorm
 from fedsim.aggregators._noised import Noised as Noised
 from fedsim.aggregators._partly_uniform import PartlyUniform as PartlyUniform
+from fedsim.aggregators._rows import squared_distances as squared_distances
 from fedsim.aggregators._stack import StackAggregator as StackAggregator
 from fedsim.aggregators._trimmed_mean import TrimmedMean as TrimmedMean
 from fedsim.names import by_name
 
-# Aggregators that can be chosen by name. Wrappers need another aggregator as `inner`, so they are not listed.
+# Aggregators that can be chosen by name. Wrappers need another aggregator as `inner`, and FLTrust the server's own update in a
+# round, so they are not listed.
 AGGREGATORS: dict[str, type[Aggregator]] = by_name(
-    Mean, PartlyUniform, Sum, CoordinateMedian, TrimmedMean, GeometricMedian, Krum, Bulyan, CentredClipping, MinNorm
+    Mean,
+    PartlyUniform,
+    Sum,
+    CoordinateMedian,
+    TrimmedMean,
+    GeometricMedian,
+    Krum,
+    Bulyan,
+    DivideAndConquer,
+    FoolsGold,
+    FLAME,
+    CentredClipping,
+    MinNorm,
 )

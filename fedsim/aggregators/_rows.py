@@ -103,15 +103,30 @@ def inner_products(updates: Update, transform: Callable[[jax.Array], jax.Array])
     return jax.tree.reduce(jnp.add, jax.tree.map(leaf, updates))
 
 
-def squared_distances(updates: Update, exists: jax.Array, all_reduce: AllReduce) -> jax.Array:
+def cosine_similarities(updates: Update) -> jax.Array:
+    """Returns the cosines of the angles of all pairs of rows, ``float32 [slots, slots]``; 0 for a row of zeros.
+
+    >>> cosine_similarities(jnp.array([[2.0, 0.0], [-3.0, 0.0], [0.0, 0.0]])).tolist()
+    [[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+    products = inner_products(updates, lambda rows: rows)
+    squares = jnp.diagonal(products)
+    per_norm = jnp.where(squares > 0, 1 / jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+    return per_norm[:, None] * products * per_norm[None, :]
+
+
+def squared_distances(updates: Update, exists: jax.Array, all_reduce: AllReduce = lambda sums: sums) -> jax.Array:
     """Returns the squared distances of all pairs of rows, ``float32 [slots, slots]``.
 
     The distance of a row to itself, and to a row where ``exists`` is False, is infinite. ``all_reduce`` completes sums over
-    the coordinates on this device to sums over all coordinates.
+    the coordinates on this device to sums over all coordinates; by default this device has all of them.
 
     Distances are computed from the Gram matrix, which reads every row once instead of once per pair. One row is subtracted
     from all rows first, so that a common offset does not cause large rounding errors. It is the row whose norm is the median,
     because a single attacker could make the mean arbitrarily large.
+
+    >>> squared_distances(jnp.array([[0.0, 0.0], [3.0, 4.0]]), exists=jnp.ones(2, bool)).tolist()
+    [[inf, 25.0], [25.0, inf]]
     """
     slots = exists.shape[0]
     norms = jnp.where(exists, all_reduce(squared_norms(updates)), jnp.inf)

@@ -105,8 +105,20 @@ class StackAggregator(SumAggregator):
 
         return StackedUpdates(jax.tree.map(leaf, accumulator.updates, update), accumulator.weights.at[slot].add(weight))
 
+    def stacked(self, accumulator: StackedUpdates) -> tuple[Update, jax.Array]:
+        """Returns all updates ``[slots, ...]`` and their weights ``float32 [slots]``, for `finish_round`.
+
+        Override `finish_round` if the aggregate needs random numbers; devices do not divide the coordinates then.
+
+        >>> stack = StackAggregator()
+        >>> updates, weights = stack.stacked(stack.accumulate(stack.zero(jnp.zeros(2), 2), jnp.ones(2), jnp.float32(3), 1))
+        >>> updates.tolist(), weights.tolist()
+        ([[0.0, 0.0], [1.0, 1.0]], [0.0, 3.0])
+        """
+        return jax.tree.map(_join_segments, accumulator.updates), accumulator.weights
+
     def finish(self, accumulator: StackedUpdates) -> Update:
-        return self.combine(jax.tree.map(_join_segments, accumulator.updates), accumulator.weights)
+        return self.combine(*self.stacked(accumulator))
 
     def finish_round_devices(
         self, accumulator: StackedUpdates, memory: Memory, key: jax.Array, axis: str

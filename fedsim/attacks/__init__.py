@@ -15,7 +15,13 @@ from fedsim.attacks._collusion import HonestStatistics as HonestStatistics
 from fedsim.attacks._gaussian_noise import GaussianNoise as GaussianNoise
 from fedsim.attacks._inner_product import InnerProduct as InnerProduct
 from fedsim.attacks._label_flip import LabelFlip as LabelFlip
+from fedsim.attacks._min_max import MinMax as MinMax
+from fedsim.attacks._min_sum import MinSum as MinSum
+from fedsim.attacks._model_replacement import ModelReplacement as ModelReplacement
 from fedsim.attacks._sign_flip import SignFlip as SignFlip
 from fedsim.names import by_name
 
-ATTACKS: dict[str, type[Attack]] = by_name(LabelFlip, PixelBackdoor, SignFlip, GaussianNoise, ALittleIsEnough, InnerProduct)
+# Attacks that can be chosen by name. ModelReplacement needs another attack as `inner`, so it is not listed.
+ATTACKS: dict[str, type[Attack]] = by_name(
+    LabelFlip, PixelBackdoor, SignFlip, GaussianNoise, ALittleIsEnough, InnerProduct, MinMax, MinSum
+)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedsim import rng, tree
-from fedsim.aggregators import Aggregator, WithAux, Wrapper, accumulation_dtype, with_aux_of
+from fedsim.aggregators import Aggregator, StackAggregator, WithAux, Wrapper, accumulation_dtype, with_aux_of
 from fedsim.attacks._attack import Attack, Update
 
 
@@ -21,12 +21,34 @@ class HonestStatistics(NamedTuple):
       deviation: the standard deviation of every coordinate over the honest updates (with n in the denominator).
       clients: number of honest clients, ``float32 []``.
       attackers: number of attackers, ``float32 []``.
+      updates: all updates, leaves ``[slots, ...]``; () unless the attack has ``needs_updates``.
+      is_honest: which of ``updates`` are of honest clients, ``bool [slots]``; () without them. All others do not count.
     """
 
     mean: Update
     deviation: Update
     clients: jax.Array
     attackers: jax.Array
+    updates: Update = ()
+    is_honest: Any = ()
+
+    @classmethod
+    def of(cls, updates: Update, is_honest: jax.Array) -> HonestStatistics:
+        """Returns the statistics of updates, leaves ``[n, ...]``, where all that are not honest are of attackers.
+
+        >>> HonestStatistics.of(jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False])).mean.item()
+        2.0
+        """
+        clients = jnp.sum(is_honest, dtype=jnp.float32)
+        wide = jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), updates)
+
+        def mean(x: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(tree.per_row(is_honest, x), x, 0), axis=0) / jnp.maximum(clients, 1).astype(x.dtype)
+
+        means = jax.tree.map(mean, wide)
+        variances = jax.tree.map(lambda x, centre: mean(jnp.square(x - centre[None])), wide, means)
+        deviation = jax.tree.map(jnp.sqrt, variances)
+        return cls(means, deviation, clients, len(is_honest) - clients, wide, is_honest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +58,9 @@ class Collusion(Attack):
     The attackers know statistics of the honest updates as the server receives them (after clipping and compression). The
     results of their own training are discarded, except for the weight and the size of the message. Their update is sent with
     the aggregator's `send`, like other updates, but they keep no memory of it (for example no residual).
+
+    Attributes:
+      needs_updates: whether `collude` reads all updates, which are then stored.
 
     Raises:
       ValueError: before the first round, if updates have leaves that are not floats. (The auxiliary data of
@@ -47,20 +72,14 @@ class Collusion(Attack):
     Copy()
     """
 
+    needs_updates: ClassVar[bool] = False
+
     def collude(self, honest: HonestStatistics) -> Update:
         """Returns the update that every attacker sends."""
         raise NotImplementedError(f"{type(self).__name__} must define collude(honest).")
 
     def corrupt_all(self, values: Update, attackers: jax.Array, key: jax.Array) -> Update:
-        clients = jnp.sum(~attackers, dtype=jnp.float32)
-        wide = jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), values)
-
-        def mean(x: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.where(tree.per_row(attackers, x), 0, x), axis=0) / jnp.maximum(clients, 1).astype(x.dtype)
-
-        means = jax.tree.map(mean, wide)
-        variances = jax.tree.map(lambda x, centre: mean(jnp.square(x - centre[None])), wide, means)
-        honest = HonestStatistics(means, jax.tree.map(jnp.sqrt, variances), clients, len(attackers) - clients)
+        honest = HonestStatistics.of(values, ~attackers)
         sent = jax.tree.map(lambda x, own: x.astype(own.dtype), self.collude(honest), values)
         return jax.vmap(tree.select, (0, None, 0))(attackers, sent, values)
 
@@ -89,11 +108,18 @@ class Moments(NamedTuple):
 
 
 class _Accumulator(NamedTuple):
-    """The accumulator of the honest updates, their moments, and the attackers' weights, ``float32 [slots]``."""
+    """The accumulator of the honest updates, their moments, and the attackers' weights, ``float32 [slots]``.
+
+    If the attack needs them, also the honest updates themselves, else ().
+    """
 
     inner: Any
     moments: Moments
     weights: jax.Array
+    updates: Any
+
+
+_STACK = StackAggregator()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,8 +131,12 @@ class _CollusionWrapper(Wrapper):
 
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)
-        without_aux = with_aux_of(WithAux((), ()), update)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(without_aux):
+        if str(jax.tree.structure(jax.eval_shape(self._send, update))) != str(jax.tree.structure(update)):
+            raise ValueError(
+                f"{type(self.attack).__name__} computes updates of attackers, but {self.inner} receives more than updates: use "
+                "an attack without collusion, such as SignFlip or LabelFlip, or another aggregator."
+            )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(_without_aux(update)):
             if not tree.is_float(leaf):
                 raise ValueError(
                     f"{type(self.attack).__name__} needs updates of floats, because it computes their mean, got "
@@ -115,30 +145,44 @@ class _CollusionWrapper(Wrapper):
                     "LabelFlip or PixelBackdoor."
                 )
 
+    def _send(self, update: Update) -> Update:
+        """Returns an update as the server receives it from a client without a memory, for its form."""
+        return self.inner.send(update, self.inner.init(update), self.inner.client_memory(update), jax.random.key(0)).update
+
     def zero(self, update: Update, slots: int) -> _Accumulator:
         # Auxiliary data may be integers or booleans. Their mean is a float.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype if tree.is_float(x) else jnp.float32), update)
-        return _Accumulator(super().zero(update, slots), Moments(jnp.float32(0), zeros, zeros), jnp.zeros(slots, jnp.float32))
+        weights = jnp.zeros(slots, jnp.float32)
+        updates = _STACK.zero(_without_aux(update), slots) if self.attack.needs_updates else ()
+        return _Accumulator(super().zero(update, slots), Moments(jnp.float32(0), zeros, zeros), weights, updates)
 
     def accumulate(self, accumulator: _Accumulator, update: Update, weight: jax.Array, slot: jax.Array) -> _Accumulator:
         honest = jnp.where(self.attackers[slot], 0, weight)
         mean = jax.tree.map(lambda x, mean: x.astype(mean.dtype), update, accumulator.moments.mean)
+        updates = accumulator.updates
+        if self.attack.needs_updates:
+            updates = _STACK.accumulate(updates, _without_aux(update), honest, slot)
         one = Moments((honest != 0).astype(jnp.float32), mean, jax.tree.map(jnp.zeros_like, mean))
         return _Accumulator(
             super().accumulate(accumulator.inner, update, honest, slot),
             accumulator.moments.merge(one),
             accumulator.weights.at[slot].add(weight - honest),
+            updates,
         )
 
     def merge(self, a: _Accumulator, b: _Accumulator) -> _Accumulator:
-        return _Accumulator(super().merge(a.inner, b.inner), a.moments.merge(b.moments), a.weights + b.weights)
+        updates = _STACK.merge(a.updates, b.updates)
+        return _Accumulator(super().merge(a.inner, b.inner), a.moments.merge(b.moments), a.weights + b.weights, updates)
 
     def merge_stacked(self, accumulators: _Accumulator) -> _Accumulator:
-        return _Accumulator(super().merge_stacked(accumulators.inner), *_merge(accumulators.moments, accumulators.weights))
+        merged = _merge(accumulators.moments, accumulators.weights)
+        updates = _STACK.merge_stacked(accumulators.updates)
+        return _Accumulator(super().merge_stacked(accumulators.inner), *merged, updates)
 
     def merge_devices(self, accumulator: _Accumulator, axis: str) -> _Accumulator:
         merged = _merge(*jax.lax.all_gather((accumulator.moments, accumulator.weights), axis))
-        return _Accumulator(super().merge_devices(accumulator.inner, axis), *merged)
+        updates = _STACK.merge_devices(accumulator.updates, axis)
+        return _Accumulator(super().merge_devices(accumulator.inner, axis), *merged, updates)
 
     def finish(self, accumulator: _Accumulator) -> Update:
         return super().finish(accumulator.inner)
@@ -148,7 +192,11 @@ class _CollusionWrapper(Wrapper):
         deviation = jax.tree.map(lambda x: jnp.sqrt(x / jnp.maximum(clients, 1).astype(x.dtype)), squares)
         weights = accumulator.weights
         attackers = jnp.sum(weights != 0, dtype=jnp.float32)
-        update = with_aux_of(mean, self.attack.collude(HonestStatistics(mean, deviation, clients, attackers)))
+        known = HonestStatistics(_without_aux(mean), _without_aux(deviation), clients, attackers)
+        if self.attack.needs_updates:
+            updates, honest = _STACK.stacked(accumulator.updates)
+            known = known._replace(updates=updates, is_honest=honest != 0)
+        update = with_aux_of(mean, self.attack.collude(known))
 
         def add_attacker(slot: jax.Array, inner: Any) -> Any:
             own = jax.random.fold_in(rng.stream(key, "collusion"), slot)
@@ -162,6 +210,11 @@ class _CollusionWrapper(Wrapper):
             return jax.lax.cond(weights[slot] != 0, add_attacker, lambda _, inner: inner, slot, inner)
 
         return super().finish_round(jax.lax.fori_loop(0, len(weights), add, accumulator.inner), memory, key)
+
+
+def _without_aux(update: Update) -> Update:
+    """Returns an update with () as its auxiliary data, which is not attacked and does not count in distances."""
+    return with_aux_of(WithAux((), ()), update)
 
 
 def _merge(moments: Moments, weights: jax.Array) -> tuple[Moments, jax.Array]:

@@ -204,7 +204,7 @@ def must_fit(aggregator: Aggregator, accumulator: Any, slots: int, mesh: Mesh) -
         raise ValueError(
             f"{type(aggregator.innermost).__name__} needs {size / 1e6:,.1f} MB for the updates of {slots} clients, with "
             f"devices={mesh.size} {copies * size / 1e9:,.1f} GB in total, and {free / 1e9:,.1f} GB are free. Use a smaller "
-            "cohort or model, fewer devices, or an aggregator that does not store all updates."
+            "cohort or model, fewer devices, or an aggregator (and an attack) that does not store all updates."
         )
 
 

@@ -147,7 +147,7 @@ def send_up(
 
     Raises:
       ValueError: ``result`` takes a name of the round's own info, or holds a memory of another structure than
-        ``client_memory`` returns.
+        ``client_memory`` returns, or one computed from the received update, if the aggregator's `send` changes its structure.
     """
     aggregator = call.aggregator
     assert aggregator is not None
@@ -177,6 +177,12 @@ def send_up(
             # The message of a colluding attacker is replaced later, so it must not leave a memory behind.
             colludes = attack is not None and type(attack).wrap_aggregator is not Attack.wrap_aggregator
             aggregator_memory = tree.select(attacks, aggregator_memory, kept) if colludes else kept
+
+    if callable(memory) and str(jax.tree.structure(arrived)) != str(jax.tree.structure(result.update)):
+        raise ValueError(
+            f"The memory of {call.work_name} is a function of the update that the server receives, but with "
+            f"{type(aggregator.innermost).__name__} it receives more than an update: use another aggregator."
+        )
 
     def new_memory(arrived: Any) -> Any:
         return _in_form_of(client.memory, memory(arrived) if callable(memory) else memory, call.work_name, "ClientUpdate")

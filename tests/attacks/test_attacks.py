@@ -114,6 +114,60 @@ def test_inner_product():
     np.testing.assert_allclose(attacks.InnerProduct(0.3).collude(honest(x, 2)), -0.3 * x.mean(0), rtol=1e-5)
 
 
+def bounded_by_distances(x, kind, direction):
+    """Returns what `MinMax` or `MinSum` sends for honest updates ``[n, d]``, by the paper's algorithm 1, in float64."""
+    x = np.asarray(x, float)
+    mean, pairs = x.mean(0), np.square(x[:, None] - x[None]).sum(-1)
+    p = {"unit": -mean / np.linalg.norm(mean), "deviation": -x.std(0), "sign": -np.sign(mean)}[direction]
+    measure, most = (np.max, pairs.max()) if kind == "min max" else (np.sum, pairs.sum(1).max())
+    gamma, step, found = 100.0, 50.0, 0.0
+    while step > 1e-9:
+        if measure(np.square(mean + gamma * p - x).sum(1)) <= most:
+            found, gamma = gamma, gamma + step
+        else:
+            gamma -= step
+        step /= 2
+    return mean + found * p
+
+
+@pytest.mark.parametrize("direction", ["unit", "deviation", "sign"])
+@pytest.mark.parametrize(("kind", "make"), [("min max", attacks.MinMax), ("min sum", attacks.MinSum)])
+def test_attackers_as_far_away_as_honest_clients_agree_with_the_papers_search(kind, make, direction):
+    draw = np.random.default_rng(5)
+    x = (draw.normal(size=(9, 6)) * draw.uniform(0.1, 3, 6) + 2 * draw.normal(size=6)).astype(np.float32)
+    attackers = np.arange(9) % 4 == 1
+    values = {"a": jnp.asarray(x[:, :4].reshape(9, 2, 2)), "b": jnp.asarray(x[:, 4:])}
+    sent = jax.jit(make(direction).corrupt_all)(values, jnp.asarray(attackers), jax.random.key(0))
+    sent = np.concatenate([sent["a"].reshape(9, 4), sent["b"]], axis=1)
+    np.testing.assert_array_equal(sent[~attackers], x[~attackers])
+    expected = np.broadcast_to(bounded_by_distances(x[~attackers], kind, direction), (2, 6))
+    np.testing.assert_allclose(sent[attackers], expected, rtol=1e-4, atol=1e-4)
+    assert np.abs(sent[1] - x[~attackers].mean(0)).max() > 0.5
+
+
+def test_auxiliary_data_do_not_count_in_distances():
+    """Its leaf is integer and large. Attackers report the honest clients' mean of it."""
+    x, aux = np.random.default_rng(6).normal(size=(5, 3)).astype(np.float32), np.array([0, 10_000, 20_000, -9, -9])
+    attackers = jnp.arange(5) >= 3
+    fold = attacks.MinMax().wrap_aggregator(aggregators.AuxMean(), attackers)
+    rows = [aggregators.WithAux(jnp.asarray(row), jnp.int32(number)) for row, number in zip(x, aux, strict=True)]
+    fold.check(rows[0], 5)
+    accumulator = fold.zero(rows[0], 5)
+    for slot, row in enumerate(rows):
+        accumulator = fold.accumulate(accumulator, row, jnp.float32(1), jnp.int32(slot))
+    (update, mean), _ = fold.finish_round(accumulator, (), jax.random.key(0))
+    sent = bounded_by_distances(x[:3], "min max", "unit")
+    np.testing.assert_allclose(update, (x[:3].sum(0) + 2 * sent) / 5, rtol=1e-4, atol=1e-5)
+    assert float(mean) == pytest.approx(10_000)
+
+
+@pytest.mark.parametrize("attack", [attacks.MinMax(), attacks.MinSum("deviation"), attacks.MinMax("sign")])
+def test_attackers_that_know_of_one_client_or_of_none_send_its_update_or_zeros(attack):
+    x = jnp.array([[1.0, -2.0], [7.0, 7.0]])
+    assert attack.corrupt_all(x, jnp.array([False, True]), jax.random.key(0)).tolist() == [[1.0, -2.0], [1.0, -2.0]]
+    assert attack.corrupt_all(x, jnp.array([True, True]), jax.random.key(0)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -132,6 +186,14 @@ def test_inner_product():
         ),
         (lambda: attacks.ALittleIsEnough(z=0.0), "Expected z > 0 and finite"),
         (lambda: attacks.InnerProduct(epsilon=0.0), "Expected epsilon > 0 and finite"),
+        (
+            lambda: attacks.ModelReplacement(attacks.MinMax(), clients=5),
+            "Expected an attack on examples, got inner=MinMax.*use PixelBackdoor or LabelFlip",
+        ),
+        (lambda: attacks.ModelReplacement("label_flip", clients=5), "Expected inner to be an instance of Attack"),
+        (lambda: attacks.ModelReplacement(attacks.SignFlip(), clients=2, attackers=3), "Expected 1 <= attackers <= 2"),
+        (lambda: attacks.MinMax("std"), "Expected direction to be 'unit', 'deviation' or 'sign', got direction='std'"),
+        (lambda: attacks.MinSum(1), "Expected direction to be 'unit', 'deviation' or 'sign', got direction=1"),
     ],
 )
 def test_arguments_out_of_range_raise_an_error(make, message):
@@ -202,6 +264,9 @@ def by_hand(attack, send=lambda update: update):
     if isinstance(attack, attacks.ALittleIsEnough):
         z = attack.z or max(0, scipy.stats.norm.ppf((n - m - (n // 2 + 1 - m)) / (n - m)))
         rows[ATTACKERS] = send(good.mean(0) - z * good.std(0))
+    if isinstance(attack, attacks.MinMax | attacks.MinSum):
+        kind = "min max" if isinstance(attack, attacks.MinMax) else "min sum"
+        rows[ATTACKERS] = send(bounded_by_distances(good, kind, attack.direction))
     return rows, weights
 
 
@@ -211,6 +276,8 @@ ATTACKS = {
     "inner product": attacks.InnerProduct(epsilon=2.0),
     "a little": attacks.ALittleIsEnough(z=1.3),
     "just as little": attacks.ALittleIsEnough(),
+    "min max": attacks.MinMax("deviation"),
+    "min sum": attacks.MinSum(),
 }
 SENDS = {
     "mean": (aggregators.Mean(), lambda row: row),
@@ -221,7 +288,7 @@ SENDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", EXECUTIONS)
-@pytest.mark.parametrize("name", ["label flip", "sign flip", "a little"])
+@pytest.mark.parametrize("name", ["label flip", "sign flip", "a little", "min max"])
 def test_attacks_are_the_same_under_every_execution(name, how):
     algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how])
     state, info = algorithm.apply(algorithm.init(jax.random.key(0)), attacked(ATTACKS[name]))
@@ -235,7 +302,7 @@ def test_attacks_are_the_same_under_every_execution(name, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["pmap, 2 devices, 2 lanes, streamed", "debug"])
 @pytest.mark.parametrize("sent", SENDS)
-@pytest.mark.parametrize("name", ["inner product", "just as little"])
+@pytest.mark.parametrize("name", ["inner product", "just as little", "min max", "min sum"])
 def test_collusion_with_several_aggregators(name, sent, how):
     aggregator, send = SENDS[sent]
     algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how], aggregator=aggregator)
@@ -265,6 +332,34 @@ def test_without_attackers_nothing_changes(name):
     federation.assert_trees_close(state, clean)
     dirty, _ = algorithm.apply(start, attacked(attack))
     assert abs(float(clean["y"] - dirty["y"])) > 1e-2  # the negative control
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("attackers", [2, 1])
+def test_model_replacement_replaces_the_model_up_to_the_updates_of_the_others(attackers):
+    flip, rate, clients = attacks.LabelFlip(federation.NUM_CLASSES), 0.5, ["client0", "client3", "client5", "client6"]
+
+    def after(ids, attack=None, count=0, rate=1.0):
+        algorithm = fedsim.algorithms.FedAvg(
+            model=federation.model(),
+            client_optimizer=optax.sgd(0.3),
+            server_optimizer=optax.sgd(rate),
+            batches=fedsim.Batches(size=4),
+            weighting="uniform",
+            execution=fedsim.Jit(),
+        )
+        cohort = fedsim.Cohort.of(POPULATION, ids)
+        if attack:
+            cohort = dataclasses.replace(cohort, attack=attack, attackers=np.arange(len(ids)) < count)
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(state.params)])
+
+    attack = attacks.ModelReplacement(flip, clients=4, server_learning_rate=rate, attackers=attackers)
+    replaced = after(clients[:attackers], flip, attackers)  # the mean of the attackers' own models
+    start = after(clients[:1], flip, 1, rate=0.5) * 2 - after(clients[:1], flip, 1)
+    others = sum(after([one]) - start for one in clients[attackers:])
+    np.testing.assert_allclose(after(clients, attack, attackers, rate), replaced + rate / 4 * others, rtol=1e-4, atol=1e-5)
+    assert np.abs(replaced - start).max() > 0.05
 
 
 def test_attackers_are_data_and_the_attack_is_compiled():

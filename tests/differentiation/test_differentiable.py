@@ -27,6 +27,8 @@ DIFFERENTIABLE = {
     "centred clipping": (lambda radius: aggregators.CentredClipping(radius), 0.1),
     "noised": (lambda multiplier: aggregators.Noised(multiplier), 0.1),
     "geometric median": (lambda _: aggregators.GeometricMedian(), 1.0),
+    "fools gold": (lambda confidence: aggregators.FoolsGold(confidence), 0.3),
+    "bucketed geometric median": (lambda _: aggregators.Bucketing(2, inner=aggregators.GeometricMedian()), 1.0),
     "min norm": (lambda epsilon: aggregators.MinNorm(epsilon), 0.05),
     "random-k": (lambda _: aggregators.Compressed(compressors.RandomK(fraction=0.5)), 1.0),
     "identity, with feedback": (lambda _: aggregators.Compressed(compressors.ErrorFeedback(compressors.Identity())), 1.0),
@@ -34,7 +36,10 @@ DIFFERENTIABLE = {
 }
 REFUSED = {
     "sorts the updates": [aggregators.CoordinateMedian(), aggregators.TrimmedMean(0.2)],
-    "selects updates": [aggregators.Krum(attackers=0), aggregators.Bulyan(attackers=0)],
+    "selects updates": [
+        aggregators.Krum(attackers=0), aggregators.Bulyan(attackers=0), aggregators.DivideAndConquer(attackers=0),
+        aggregators.FLAME(),
+    ],
     "keeps the largest coordinates": [compressors.TopK(fraction=0.3), compressors.MagnitudePruning()],
     "orthogonalizes factors": [compressors.PowerSGD(rank=1)],
     "sends signs": [compressors.ScaledSign(), compressors.Drive()],
@@ -48,6 +53,8 @@ ATTACKS = {
     "noise": fedsim.attacks.GaussianNoise(deviation=0.1),
     "inner product": fedsim.attacks.InnerProduct(),
     "alie": fedsim.attacks.ALittleIsEnough(),
+    "min-max": fedsim.attacks.MinMax(),
+    "min-sum": fedsim.attacks.MinSum("deviation"),
 }
 
 
@@ -117,7 +124,11 @@ def test_clients_that_do_not_count_have_no_part_in_derivatives(lanes):
 
 
 @pytest.mark.filterwarnings("ignore:1 client update.* held a NaN:UserWarning")
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "clipped")) for k in DIFFERENTIABLE])
+@pytest.mark.parametrize(
+    "kind",
+    # The clients' only parameter makes all of them equal for FoolsGold, so that nobody counts.
+    [pytest.param(k, marks=[pytest.mark.slow] * (k != "clipped")) for k in DIFFERENTIABLE if k != "fools gold"],
+)
 def test_derivatives_of_aggregates_are_those_without_the_client_that_was_dropped(kind):
     aggregator_of, number = DIFFERENTIABLE[kind]
 

@@ -16,6 +16,7 @@ NEEDS = {
     ("algorithm", "heavyhitters"): ("--num-items", None),
     ("aggregator", "krum"): ("krum(attackers=...)", "krum(attackers=2, selected=10)"),
     ("aggregator", "bulyan"): ("bulyan(attackers=...)", "bulyan(attackers=2)"),
+    ("aggregator", "divide_and_conquer"): ("divide_and_conquer(attackers=...)", "divide_and_conquer(attackers=2)"),
     ("aggregator", "partly_uniform"): ("partly_uniform(names=...)", "partly_uniform(names='linear_1/*')"),
     ("aggregator", "sum"): ("--weighting uniform --server-learning-rate 0.05", None),
 }
