@@ -316,7 +316,7 @@ def test_wheel_contains_only_the_package(tmp_path):
     assert wheel.name == f"fedsim_jax-{fedsim.__version__}-py3-none-any.whl"
     names = zipfile.ZipFile(wheel).namelist()
     inside = {name for name in names if not name.startswith(f"fedsim_jax-{fedsim.__version__}.dist-info/")}
-    expected = {path.relative_to(ROOT).as_posix() for path in modules()} | {"fedsim/py.typed"}
+    expected = {path.relative_to(ROOT).as_posix() for path in modules()} | {"fedsim/py.typed", "fedsim/comparison/report.html"}
     assert inside == expected
 
 
