@@ -26,6 +26,7 @@ usage: fedsim COMMAND ...
   resume FOLDER      continue a run or a sweep that was stopped; with --rounds N until round N, also if it was finished
   replay FOLDER --round R --client C
                      run one client's round of a run again, alone and in plain Python, for prints and a debugger
+  bisect RUN [RUN]   find where two runs that should agree differ first, or the client that made a run diverge
   evaluate FOLDER    evaluate the model of a run, on its test data or on its training data
   runs [FOLDER]      list runs with their settings and last metrics
   compare RUN ...    compare algorithms or settings over seeds: intervals, tests, costs; tables and figures
@@ -44,6 +45,7 @@ COMMANDS = (
     "plan",
     "resume",
     "replay",
+    "bisect",
     "evaluate",
     "runs",
     "compare",

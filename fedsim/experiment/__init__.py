@@ -12,6 +12,8 @@ from fedsim.configuration import algorithm_class as algorithm_class
 from fedsim.configuration import build as build
 from fedsim.configuration import client_optimizer as client_optimizer
 from fedsim.configuration import published as published
+from fedsim.experiment._bisect import Finding as Finding
+from fedsim.experiment._bisect import bisect as bisect
 from fedsim.experiment._checkpoint import Checkpoints as Checkpoints
 from fedsim.experiment._folder import read_config as read_config
 from fedsim.experiment._folder import read_sweep as read_sweep

@@ -172,13 +172,13 @@ class RunRound:
             if "hyperparameters" not in stored["config"]:
                 raise ValueError(f"The run in {folder} was started in Python: pass its algorithm and its sampler.")
             config, stored_settings = stored_run(folder, stored)
-            with _only_errors():
+            with only_errors():
                 experiment = build(config, settings or stored_settings)
             algorithm, sampler = experiment.algorithm, experiment.sampler
         if type(algorithm).apply is not Algorithm.apply:
             raise ValueError(f"{type(algorithm).__name__} overrides apply, so its clients cannot be run alone.")
         first = checked_cohort(sampler, 0)
-        with _only_errors():
+        with only_errors():
             algorithm.check(first.data)
         return cls(
             paths=RunFolder(Path(folder)),
@@ -204,7 +204,7 @@ class RunRound:
     def replay(self, client: str | int) -> ReplayedClient:
         """Runs one of the round's clients, see `fedsim.experiment.replay`."""
         cohort, slot = self.cohort, self._slot(client)
-        with _only_errors():
+        with only_errors():
             state = self._state()
             call = call_of_updates(self.algorithm, state, cohort.data)
         done = run_client(self.algorithm, state, cohort, slot, call)
@@ -260,7 +260,7 @@ class RunRound:
 
 
 @contextlib.contextmanager
-def _only_errors() -> Iterator[None]:
+def only_errors() -> Iterator[None]:
     """Ignores ``breakpoint()`` and prints of the algorithm while it is traced, and while earlier rounds run."""
     hook, sys.breakpointhook = sys.breakpointhook, lambda *_, **__: None
     try:
