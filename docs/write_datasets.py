@@ -20,7 +20,8 @@ HEAD = """\
 The datasets that `fedsim.datasets.load(NAME)` and `fedsim run --dataset NAME` know by name. This page is written by
 `python docs/write_datasets.py` from the registry; do not edit it. `fedsim datasets describe NAME --picture FILE.png` shows the
 same in a shell, with statistics of the data and a picture. Options are written in parentheses:
-`"mnist(partition='dirichlet', alpha=0.1)"`. To add your own dataset see
+`"mnist(partition='dirichlet', alpha=0.1)"`. Your own file is a
+dataset without code, see [own data](own_data.md); to add a dataset as code see
 [`examples/own_dataset.py`](../examples/own_dataset.py) and [the notebook](../colab/datasets.ipynb).
 
 Numbers of clients and examples are the published ones, or those with default options if a dataset is generated or divided by a

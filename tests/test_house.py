@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
     {"model", "data", "compressors"},
     {"text_files"},
     {"aggregators", "formats", "saved_arrays", "text", "transfer"},
-    {"attacks", "heterogeneity", "partitioners", "samplers"},
+    {"attacks", "heterogeneity", "partitioners", "pinned_files", "samplers"},
     {"systems"},
     {"plots"},
     {"comparison"},

@@ -128,6 +128,7 @@ def test_every_public_submodule_and_exported_name_is_seen_by_type_checkers():
         "descriptions",
         "durable_files",
         "names",
+        "pinned_files",
         "run_files",
         "saved_arrays",
         "text_files",

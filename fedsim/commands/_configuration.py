@@ -6,14 +6,14 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import docstring_parser
 import tyro
 
 import fedsim
 from fedsim import checks, datasets, experiment
-from fedsim.commands._options import TRUST, Option, options_of, parse
+from fedsim.commands._options import TRUST, DataOptions, Option, options_of, parse
 from fedsim.commands._training import HOW
 from fedsim.configuration import algorithm_hyperparameters, fields_that_name, options_that_build
 from fedsim.experiment import RunConfig, Settings
@@ -60,8 +60,8 @@ class Configured(NamedTuple):
     differing: list[tuple[dict[str, str], dict[str, Any]]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Choices:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choices(DataOptions):
     """The options on which the other options and their defaults depend. They are read before these."""
 
     origin: Annotated[str | None, tyro.conf.arg(name="from")] = None
@@ -73,7 +73,7 @@ class Choices:
     trust: bool = False
 
 
-def configured(arguments: list[str], program: str, about: str, others: Mapping[str, Option]) -> Configured:
+def configured(arguments: list[str], program: str, purpose: str, others: Mapping[str, Option]) -> Configured:
     """Returns what the arguments say.
 
     If options have several names, each combination of them has a configuration of its own, with the defaults of its dataset and
@@ -82,7 +82,7 @@ def configured(arguments: list[str], program: str, about: str, others: Mapping[s
     Args:
       arguments: what the user gave.
       program: the command, for the help.
-      about: what the command does, for the help.
+      purpose: what the command does, for the help.
       others: options of this command alone.
 
     Raises:
@@ -95,7 +95,7 @@ def configured(arguments: list[str], program: str, about: str, others: Mapping[s
     known = [_known(own, program, others) for own in given]
     of_algorithms = {name: option for each in known for name, option in each.of_algorithm.items()}
     found = [
-        _configured(_without(own, of_algorithms, each.of_algorithm), program, about, each, others)
+        _configured(_without(own, of_algorithms, each.of_algorithm), program, purpose, each, others)
         for own, each in zip(given, known, strict=True)
     ]
     if not names:
@@ -112,8 +112,9 @@ def configured(arguments: list[str], program: str, about: str, others: Mapping[s
 
 
 class _Known(NamedTuple):
-    """The options of a command, which depend on `Choices`: those of the configuration, of the algorithm, and all."""
+    """The dataset, and the options that depend on `Choices`: those of the configuration, of the algorithm, and all."""
 
+    dataset: str
     of_config: dict[str, Option]
     of_algorithm: dict[str, Option]
     every: dict[str, Option]
@@ -124,25 +125,33 @@ def _known(arguments: list[str], program: str, others: Mapping[str, Option]) -> 
     """Returns the options that there are with the dataset, algorithm and model of the arguments."""
     chosen, _ = tyro.cli(Choices, args=arguments, prog=program, return_unknown_args=True, add_help=False)
     stored = _read_origin(chosen)
-    dataset = absolute(chosen.dataset or stored["config"].get("dataset", "digits"))
+    dataset = chosen.dataset or stored["config"].get("dataset", "digits")
+    dataset = datasets.with_hash(datasets.with_options(absolute(dataset), chosen.given()))
     algorithm = absolute(chosen.algorithm or stored["config"].get("algorithm", "fedavg"))
-    datasets.describe(dataset)  # an unknown name is the first error
+    about = datasets.describe(dataset)  # an unknown name, and what is wrong with a file, is the first error
     cls = experiment.algorithm_class(algorithm)
     defaults, source = _defaults(chosen, stored["config"], dataset, algorithm, cls)
+    if datasets.is_file(dataset) and "clients" not in stored["config"]:
+        defaults["clients"] = min(10, about.splits["train"][0] or 10)
     of_config = options_of(RunConfig, defaults, _left_out(cls))
     own = {
         name: Option("algorithm", kind, defaults.get(name, default), _documentation(cls, name))
         for name, (kind, default) in algorithm_hyperparameters(cls).items()
     }
-    options = {"from": _FROM, "trust": TRUST} | of_config | {"seeds": _SEEDS} | own
+    kinds = get_type_hints(DataOptions)
+    of_data = {
+        field.name: Option("data and model", kinds[field.name], None, _documentation(DataOptions, field.name))
+        for field in dataclasses.fields(DataOptions)
+    }
+    options = {"from": _FROM, "trust": TRUST} | of_data | of_config | {"seeds": _SEEDS} | own
     options |= options_of(Settings, {**stored["settings"], "folder": None}) | {"how": HOW} | dict(others)
-    return _Known(of_config, own, options, source)
+    return _Known(dataset, of_config, own, options, source)
 
 
-def _configured(arguments: list[str], program: str, about: str, known: _Known, others: Mapping[str, Option]) -> Configured:
+def _configured(arguments: list[str], program: str, purpose: str, known: _Known, others: Mapping[str, Option]) -> Configured:
     """Returns what arguments without several names say."""
     arguments, varied = _several_values(arguments, known.of_config | known.of_algorithm)
-    values = parse(known.every, arguments, program, f"{about} {known.source} {_SWEEPS}")
+    values = parse(known.every, arguments, program, f"{purpose} {known.source} {_SWEEPS}") | {"dataset": known.dataset}
     seeds, how = _seeds_and_how(values, varied)
     for name in fields_that_name("code"):
         if values.get(name):

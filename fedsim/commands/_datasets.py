@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,10 +16,13 @@ import numpy as np
 import tyro
 
 from fedsim import datasets, formats, heterogeneity, plots
-from fedsim.commands._options import shown_as
+from fedsim.commands._listing import print_facts, print_task, shown_population
+from fedsim.commands._options import DataOptions, shown_as
 from fedsim.data import FederatedData
 
 _COUNT_LABELS_UP_TO = 10_000_000
+_PLACES = 5
+_MAX_LISTED = 6
 _PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -48,14 +51,16 @@ class List:
         return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Describe:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Describe(DataOptions):
     """Print the features of a dataset before and after preprocessing, its options, its source and its citation; draw it.
 
-    If the dataset is available (cached, generated, or given by --data), also print statistics of its clients.
+    If the dataset is available (cached, generated, or given by --data), also print statistics of its clients. Of a file of your
+    own, first print its columns, with the values that are missing; with --label and --client-column or --partition, also what
+    fedsim run would train on.
 
     Attributes:
-      name: NAME, 'NAME(option=value)' or FILE.py:FUNCTION
+      name: NAME, 'NAME(option=value)', FILE.py:FUNCTION, or a file or folder of your own data
       data: folder with the files of the dataset, instead of the cache
       picture: draw client sizes, labels and examples into this file (.png, .pdf or .svg); the data are downloaded if necessary
     """
@@ -65,18 +70,22 @@ class Describe:
     picture: Annotated[str | None, shown_as("FILE.png")] = None
 
     def run(self) -> int:
-        about = datasets.describe(self.name)
         if self.picture:
             _check_picture(Path(self.picture))
+        name = datasets.with_options(self.name, self.given())
+        if datasets.is_file(name):
+            self._describe_file(name)
+            return 0
+        about = datasets.describe(name)
         cached = datasets.is_cached(about.name)
         loaded = None
         if self.data or self.picture or cached or about.download_bytes == 0:
-            loaded = datasets.load(self.name, data=self.data)
+            loaded = datasets.load(name, data=self.data)
             about = loaded.description
         model = about.default_model
         facts = [
             ("task", about.task),
-            *((split, _population(*counts)) for split, counts in about.splits.items()),
+            *((split, shown_population(*counts)) for split, counts in about.splits.items()),
             *([("classes", str(about.num_classes))] if about.num_classes else []),
             *([("model", model if isinstance(model, str) else getattr(model, "__name__", str(model)))] if model else []),
             ("before", [f"{feature}: {text}" for feature, text in about.source_features.items()]),
@@ -88,16 +97,51 @@ class Describe:
             ("cite", about.citation),
         ]
         print(about.name)
-        _facts(facts)
+        print_facts(facts)
         if loaded is None:
-            print(f"\n{_how_to_load(self.name, about)}")
+            print(f"\n{_how_to_load(name, about)}")
             return 0
         print(f"\nStatistics{f' of {self.data}' if self.data else ''}")
+        self._measure(loaded)
+        return 0
+
+    def _describe_file(self, name: str) -> None:
+        """Prints the columns of a file and then, if its label and its clients are given, what would be trained on."""
+        path, options = datasets.file_of(name)
+        rows = formats.read_rows(path, header=options.get("header"), text_columns=[*filter(None, [options.get("client")])])
+        print(f"{path}: {len(rows):,} rows{'' if rows.clients is None else f' of {len(set(rows.clients)):,} clients'}\n")
+        _table([("COLUMN", "TYPE", "MISSING", "VALUES"), *(_described(rows, column) for column in rows.columns)])
+        for column, kind in rows.unsupported.items():
+            print(f"{column}  {kind}, which cannot be used")
+        for column, absent in rows.missing.items():
+            places = [rows.place(int(row)) for row in np.flatnonzero(absent)[:_PLACES]]
+            print(f"\nMissing in {column}: {', '.join(places)}{', ...' if absent.sum() > _PLACES else ''}")
+        has_clients = rows.clients is not None or {"client", "partition"} & options.keys()
+        if not has_clients or not ({"y", "label"} & rows.columns.keys() or "image" in rows.columns or "label" in options):
+            if self.picture:
+                raise ValueError(
+                    f"Expected the label and the clients with --picture {self.picture}, got a file alone: give --label COLUMN, "
+                    "and --client-column COLUMN or --partition iid."
+                )
+            print(
+                f"\nTo see what would be trained on: fedsim datasets describe {shlex.quote(self.name)} --client-column COLUMN "
+                "--label COLUMN\n(without such a column, --partition iid instead of --client-column)"
+            )
+            return
+        print()
+        loaded = datasets.load(name, data=self.data)
+        print_task(loaded.description)
+        print("\nStatistics")
+        self._measure(loaded)
+
+    def _measure(self, loaded: datasets.FederatedSplits) -> None:
+        """Prints statistics of the clients, and draws them."""
+        about = loaded.description
         splits = {"train": loaded.train, "test": loaded.test, "held_out": loaded.held_out}
-        _facts((split, _measured(population, about)) for split, population in splits.items() if population is not None)
+        print_facts((split, _measured(population, about)) for split, population in splits.items() if population is not None)
         if _has_labels(loaded.train, about) and list(loaded.train.client_ids) == list(loaded.test.client_ids):
             distance = heterogeneity.split_distance(loaded.train, loaded.test)
-            _facts(
+            print_facts(
                 [
                     (
                         "clients",
@@ -109,7 +153,6 @@ class Describe:
             figure = plots.plot_overview(loaded, title=about.name, names=about.class_names or None, decode=loaded.decode)
             figure.savefig(self.picture)
             print(f"\nThe picture is in {self.picture}.")
-        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +233,27 @@ def _check_picture(path: Path) -> None:
         raise FileNotFoundError(f"There is no folder {path.resolve().parent} for the picture. Create it first.")
 
 
+def _described(rows: formats.Rows, name: str) -> tuple[str, str, str, str]:
+    """Returns the name of a column, its type, how many values are missing, and its range or its most frequent values."""
+    column, absent = rows.columns[name], rows.missing.get(name)
+    present = column if absent is None else column[~absent]
+    kind = "text" if column.dtype == object else f"{column.dtype} {list(column.shape[1:]) if column.ndim > 1 else ''}".strip()
+    if not len(present):
+        values = ""
+    elif column.ndim > 1:
+        values = f"{present.min():.6g} to {present.max():.6g}"
+    else:
+        distinct, counts = np.unique(present, return_counts=True)
+        values = f"{len(distinct):,} different"
+        if len(distinct) <= _MAX_LISTED or column.dtype == object:
+            frequent = np.argsort(-counts, kind="stable")[:_MAX_LISTED]
+            values += f": {', '.join(f'{distinct[i]} {counts[i] / len(present):.0%}' for i in frequent)}"
+            values += ", ..." if len(distinct) > _MAX_LISTED else ""
+        else:
+            values += f", {present.min():.6g} to {present.max():.6g}, mean {present.mean():.6g}"
+    return name, kind, f"{absent.sum():,}" if absent is not None else "", values
+
+
 def _how_to_load(name: str, about: datasets.Description) -> str:
     if name.endswith(":NAME"):
         return f"{name} is a pattern for many datasets: replace NAME by the name of one."
@@ -203,7 +267,7 @@ def _how_to_load(name: str, about: datasets.Description) -> str:
 def _measured(population: Any, about: datasets.Description) -> list[str]:
     sizes = population.sizes
     lines = [
-        _population(population.num_clients, population.num_examples),
+        shown_population(population.num_clients, population.num_examples),
         f"examples per client: {sizes.min():,} to {sizes.max():,}, median {int(np.median(sizes)):,}; "
         f"Gini coefficient {heterogeneity.gini(population):.2f}",
     ]
@@ -238,11 +302,6 @@ def _option(about: datasets.Description, option: str) -> str:
     return f"{option}{shown}: {about.options.get(option, '')}".rstrip(": ")
 
 
-def _population(clients: int | None, examples: int | None) -> str:
-    shown = ["any number of" if count is None else f"{count:,}" for count in (clients, examples)]
-    return f"{shown[0]} clients, {shown[1]} examples"
-
-
 def _short(count: int | None) -> str:
     """Returns a count in few characters: 715, 3,400, 67.2k, 136M."""
     if count is None:
@@ -275,15 +334,3 @@ def _table(rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         line = "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)) + "  " + row[-1]
         print(line if len(line) <= edge else line[: edge - 1] + "…")
-
-
-def _facts(facts: Iterable[tuple[str, str | Sequence[str]]]) -> None:
-    """Prints a name and a wrapped text for each fact; facts without a text are left out."""
-    width = min(120, shutil.get_terminal_size((120, 24)).columns)
-    for name, text in facts:
-        if not text:
-            continue
-        start = f"  {name:<9} "
-        for paragraph in [text] if isinstance(text, str) else text:
-            print(textwrap.fill(paragraph, width, initial_indent=start, subsequent_indent=" " * 14, break_on_hyphens=False))
-            start = " " * 12

@@ -4,14 +4,60 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import tyro
+
+from fedsim.names import parse_call
 
 RUNS_CODE = (
     "If the configuration names Python code (FILE.py:CLASS or MODULE:CLASS), this code is run. If you did not write the "
     "configuration on this machine, fedsim prints the names and stops, unless you add --trust."
 )
+
+
+def shown_as(values: str) -> Any:
+    """Returns a mark for ``Annotated`` that says how the help shows the values of an option, without its default."""
+    return tyro.conf.arg(metavar=values, help_behavior_hint="")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Options of the dataset, which may also be written after its name: 'people.csv(client="user", label="income")'.
+
+    Attributes:
+      client_column: Column of your own file that names the client of each row.
+      label: Column of your own file that is predicted.
+      features: Columns of your own file that are inputs, separated by commas, also patterns such as 'x*'; default: all other
+        columns of numbers.
+      task: Predict classes or numbers; default: numbers if the label has fractions.
+      partition: How examples without clients are divided among clients, such as iid or 'dirichlet(alpha=0.1, clients=20)'.
+      split: Set examples of each client of your own file apart for test, or whole clients; default: within_clients.
+      missing: Refuse rows of your own file without a value, or drop them; default: refuse.
+      header: Whether the first line of a CSV file has the names of the columns; default: yes, if it has no numbers.
+    """
+
+    client_column: Annotated[str | None, shown_as("COLUMN")] = None
+    label: Annotated[str | None, shown_as("COLUMN")] = None
+    features: Annotated[str | None, shown_as("COLUMNS")] = None
+    task: Annotated[Literal["classification", "regression"] | None, shown_as("{classification,regression}")] = None
+    partition: Annotated[str | None, shown_as("NAME")] = None
+    split: Annotated[Literal["within_clients", "by_client"] | None, shown_as("{within_clients,by_client}")] = None
+    missing: Annotated[Literal["refuse", "drop"] | None, shown_as("{refuse,drop}")] = None
+    header: Annotated[bool | None, shown_as("{True,False}")] = None
+
+    def given(self) -> dict[str, Any]:
+        """Returns the options that are given, by their names in the dataset.
+
+        >>> DataOptions(client_column="user", partition="dirichlet(alpha=0.1)").given()
+        {'client': 'user', 'partition': 'dirichlet', 'alpha': 0.1}
+        """
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(DataOptions)}
+        found = {"client" if name == "client_column" else name: value for name, value in values.items() if value is not None}
+        if self.partition is not None:
+            found["partition"], others = parse_call(self.partition)
+            found |= others
+        return found
 
 
 class Option(NamedTuple):
@@ -91,11 +137,6 @@ def parse(options: Mapping[str, Option], arguments: Sequence[str], program: str,
     about: dict[str, Any] = {"prog": program, "description": description, "config": (tyro.conf.OmitArgPrefixes,)}
     parsed = tyro.cli(typed("Options", headed), args=arguments, default=defaults, **about)
     return {name: value for group in parsed.values() for name, value in group.items()}
-
-
-def shown_as(values: str) -> Any:
-    """Returns a mark for ``Annotated`` that says how the help shows the values of an option, without its default."""
-    return tyro.conf.arg(metavar=values, help_behavior_hint="")
 
 
 def _shown(option: Option) -> dict[str, Any]:

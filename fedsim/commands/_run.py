@@ -6,10 +6,13 @@ import dataclasses
 import time
 from pathlib import Path
 
+from fedsim import datasets
 from fedsim.commands._configuration import configured
+from fedsim.commands._listing import print_task
 from fedsim.commands._options import PROCESSES
 from fedsim.commands._training import connected, train
 from fedsim.names import parse_call
+from fedsim.pinned_files import unpinned
 
 
 def main(arguments: list[str]) -> int:
@@ -18,10 +21,18 @@ def main(arguments: list[str]) -> int:
     config, settings, varied, seeds, how, processes, differing = configured(arguments, "fedsim run", about, PROCESSES)
     if settings.folder is None:
         several = {name: values for name, values in varied.items() if name in ("dataset", "algorithm")}
-        texts = [
-            f"{len(several[name])}-{name}s" if name in several else getattr(config, name) for name in ("dataset", "algorithm")
+        parts = [
+            f"{len(several[name])}-{name}s" if name in several else _short(getattr(config, name))
+            for name in ("dataset", "algorithm")
         ]
-        parts = [parse_call(text)[0].rpartition(":")[2].lower() for text in texts]
         name = "-".join([*parts, *(["sweep"] if varied or seeds else []), time.strftime("%Y%m%d-%H%M%S")])
         settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
+    if settings.progress and datasets.is_file(config.dataset):
+        print_task(datasets.describe(config.drawn_dataset))
     return train(config, connected(settings, processes), varied, seeds, how, differing)
+
+
+def _short(text: str) -> str:
+    """Returns the name of a dataset or an algorithm without its options, of a file without its folder."""
+    name = parse_call(text)[0].rpartition(":")[2].lower()
+    return unpinned(name).stem if datasets.is_file(text) else name

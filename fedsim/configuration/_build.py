@@ -18,7 +18,6 @@ from fedsim.algorithm import Algorithm
 from fedsim.compressors import Compressor
 from fedsim.configuration._client_optimizer import client_optimizer as make_client_optimizer
 from fedsim.configuration._config import RunConfig, Settings, options_of_samplers, options_that_build
-from fedsim.configuration._pinned import pinned_path
 from fedsim.configuration._scheduled import scheduled
 from fedsim.configuration._validation import with_validation
 from fedsim.data import Batches, FederatedData, population_identity
@@ -26,6 +25,7 @@ from fedsim.execution import share_programs
 from fedsim.model import Model
 from fedsim.names import did_you_mean, import_reference, look_up, make, parse_call, required
 from fedsim.partitioners import hide_labels, only_labelled
+from fedsim.pinned_files import pinned_path
 from fedsim.rounds import are_alike, numbers_of, with_numbers
 from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
 from fedsim.saved_arrays import read_params
@@ -103,8 +103,8 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
     models_of: Callable[..., Model | None] = functools.cache(_model_of)
     made = []
     for i, config in enumerate(configs):  # Wrong options of an algorithm are reported before a dataset is downloaded.
-        cls, dataset = class_of(config.algorithm), parse_call(config.dataset)[0]
-        model = models_of(cls, dataset, **{name: getattr(config, name) for name in options_that_build("model")})
+        cls = class_of(config.algorithm)
+        model = models_of(cls, config.dataset, **{name: getattr(config, name) for name in options_that_build("model")})
         nodes = load()[i].train.num_clients if "topology" in _fields(cls) else None
         made.append(_algorithm(cls, model, config, settings, nodes))
     samplers: dict[Any, Sampler] = {}
@@ -443,8 +443,9 @@ def _model_of(
         if names := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{cls.__name__} has no model, so it takes no {' or '.join(names)}: leave them out.")
         return None
-    own = getattr(cls, "default_models", {}).get(dataset)
-    whole = _model(model or own or datasets.describe(dataset).default_model, dataset)
+    own = getattr(cls, "default_models", {}).get(parse_call(dataset)[0])
+    default = datasets.describe(dataset).default_model
+    whole = _model(model or own or default, dataset, default)
     if init_from is not None:
         if hasattr(cls, "init_from"):
             raise ValueError(
@@ -459,7 +460,8 @@ def _model_of(
     return whole.with_parts(**parts) if parts else whole
 
 
-def _model(name: str | Callable[..., Model] | None, dataset: str) -> Model:
+def _model(name: str | Callable[..., Model] | None, dataset: str, default: str | Callable[..., Model] | None) -> Model:
+    """Makes a model. Options that it needs and that are not given, such as its shape, are those of the dataset's default."""
     if name is None:
         raise ValueError(
             f"The dataset {dataset!r} has no default model. Choose one with --model: {', '.join(models_without_arguments())}; "
@@ -467,7 +469,11 @@ def _model(name: str | Callable[..., Model] | None, dataset: str) -> Model:
         )
     if not isinstance(name, str):
         return name()
-    return make("model", name, models.MODELS, Model)
+    given: dict[str, Any] = {}
+    if isinstance(default, str) and (factory := models.MODELS.get(parse_call(name)[0])):
+        needed = required(factory) - parse_call(name)[1].keys()
+        given = {option: value for option, value in parse_call(default)[1].items() if option in needed}
+    return make("model", name, models.MODELS, Model, **given)
 
 
 def models_without_arguments() -> list[str]:

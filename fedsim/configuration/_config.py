@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fedsim import checks
-from fedsim.configuration._pinned import pinned
 from fedsim.configuration._validation import validation_fraction
 from fedsim.data import Batches
-from fedsim.datasets import with_seed
+from fedsim.datasets import with_hash, with_seed
 from fedsim.execution import Auto, Debug, Execution, Jit, Pmap, Sharded
 from fedsim.names import did_you_mean, look_up, parse_call
+from fedsim.pinned_files import pinned
 from fedsim.saved_arrays import newest_checkpoint
 
 Value = float | int | str | bool | None
@@ -59,8 +59,8 @@ class RunConfig:
     A dataset with an option ``seed`` is drawn with the field ``seed`` unless its own is given: with ``dataset="digits"`` and
     ``seed=1``, `build` loads ``digits(seed=1)``.
 
-    The names of files (``init_from``, ``faults``, ``client_traces``) become absolute paths with a hash of the content,
-    ``PATH#sha256=HASH``.
+    The names of files (``init_from``, ``faults``, ``client_traces``, and ``dataset`` if it is a file) become absolute paths
+    with a hash of the content, ``PATH#sha256=HASH``.
 
     Attributes:
       hyperparameters: fields of the algorithm by name, e.g. ``{"server_learning_rate": 0.1}``. Others keep their defaults.
@@ -78,7 +78,8 @@ class RunConfig:
     dataset: str = _option(
         "digits",
         "data and model",
-        "Name of a dataset, 'NAME(option=value)' or FILE.py:FUNCTION; `fedsim datasets` lists the names.",
+        "Name of a dataset, 'NAME(option=value)' or FILE.py:FUNCTION; `fedsim datasets` lists the names. Or a file or folder "
+        "of your own data, such as people.csv.",
         names="code",
     )
     data: str | None = _option(
@@ -415,6 +416,7 @@ class RunConfig:
             )
         if self.init_from is not None and (folder := Path(self.init_from).expanduser()).is_dir():
             object.__setattr__(self, "init_from", str(newest_checkpoint(folder)))
+        object.__setattr__(self, "dataset", with_hash(self.dataset))
         for name in ("init_from", "faults", "client_traces"):
             if (file := getattr(self, name)) is not None:
                 object.__setattr__(self, name, pinned(file))

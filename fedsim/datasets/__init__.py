@@ -9,10 +9,14 @@ from fedsim.datasets._partitioned import partition_splits as partition_splits
 from fedsim.datasets._registry import Description as Description
 from fedsim.datasets._registry import FederatedSplits as FederatedSplits
 from fedsim.datasets._registry import describe as describe
+from fedsim.datasets._registry import file_of as file_of
 from fedsim.datasets._registry import is_family as is_family
+from fedsim.datasets._registry import is_file as is_file
 from fedsim.datasets._registry import load as load
 from fedsim.datasets._registry import names as names
 from fedsim.datasets._registry import register as register
+from fedsim.datasets._registry import with_hash as with_hash
+from fedsim.datasets._registry import with_options as with_options
 from fedsim.datasets._registry import with_seed as with_seed
 
 # Importing the file of a dataset registers it.
@@ -22,6 +26,7 @@ from fedsim.datasets import (  # isort: skip
     _digits,  # noqa: F401
     _emnist,  # noqa: F401
     _emnist62_like,  # noqa: F401
+    _file,  # noqa: F401
     _mnist,  # noqa: F401
     _shakespeare,  # noqa: F401
     _stackexchange,  # noqa: F401

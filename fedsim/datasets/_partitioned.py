@@ -76,7 +76,7 @@ def partition_splits(
         if labels not in columns:
             raise ValueError(f"The split {split!r} has no column {labels!r}, only {sorted(columns)}: give labels=NAME.")
     of_reference = np.asarray(splits[reference][labels])
-    parts = {reference: _partition(of_reference, partition, clients=clients, seed=seed, **options)}
+    parts = {reference: divide(of_reference, partition, clients=clients, seed=seed, **options)}
     for split, columns in splits.items():
         if split != reference:
             both = _classes(of_reference), _classes(np.asarray(columns[labels]))
@@ -127,7 +127,7 @@ def partition_and_split(
     if labels not in columns:
         raise ValueError(f"There is no column {labels!r}, only {sorted(columns)}: give labels=NAME.")
     values = np.asarray(columns[labels])
-    parts = _partition(values, partition, clients=clients, seed=seed, **options)
+    parts = divide(values, partition, clients=clients, seed=seed, **options)
     stratified = labels if stratify and _classes(values) is values else None
     return partitioners.split_within_clients(
         FederatedData.from_partition(columns, parts), fractions, seed=seed, labels=stratified
@@ -168,7 +168,12 @@ def partition_dataset(
     return partition_and_split(pooled, partition, clients=clients, seed=seed, fractions=fractions, **options)
 
 
-def _partition(labels: np.ndarray, partition: str, *, clients: int, seed: int, **options: Any) -> list[np.ndarray]:
+def divide(labels: np.ndarray, partition: str, *, clients: int, seed: int, **options: Any) -> list[np.ndarray]:
+    """Returns the rows of each client by the partitioner of this name, with defaults for the options that it needs.
+
+    >>> [len(rows) for rows in divide(np.arange(6), "iid", clients=2, seed=0)]
+    [3, 3]
+    """
     partitioner = _find(partition, options)
     parameters = inspect.signature(partitioner).parameters
     defaults = {name: value for name, value in _DEFAULTS.items() if name in parameters}

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from fedsim.data import FederatedData
 from fedsim.datasets._cache import dataset_folder
+from fedsim.formats import is_data_file
 from fedsim.names import VARIABLE, check_options, did_you_mean, import_factory, import_reference, look_up, parse_call, required
+from fedsim.pinned_files import pinned, unpinned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,7 @@ _Loader = TypeVar("_Loader", bound=Loader)
 
 _LOADERS: dict[str, tuple[Loader, Description]] = {}
 _FAMILY = ":NAME"
+_FILE = "file:"
 
 
 def register(name: str, **about: Any) -> Callable[[_Loader], _Loader]:
@@ -90,8 +93,9 @@ def register(name: str, **about: Any) -> Callable[[_Loader], _Loader]:
 
     The loader receives ``data``, the folder that the user gave or None, and ``cache``, the dataset's own folder in the cache,
     which may not exist yet. Its further parameters are the dataset's options. Its result may also have a split ``held_out`` and
-    a function ``decode``, see `FederatedSplits`. Registering the same function again replaces it, for example when a notebook
-    cell runs twice or a file is both imported and named by its path.
+    a function ``decode``, see `FederatedSplits`, and ``about``, fields of `Description` that are known only after loading.
+    Registering the same function again replaces it, for example when a notebook cell runs twice or a file is both imported and
+    named by its path.
 
     Args:
       name: name of the dataset. ``"PREFIX:NAME"``, with these four capitals, registers a family: its loader receives what the
@@ -133,10 +137,11 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> Description:
-    """Returns the description of a dataset without loading it. Accepts the same names as `load`.
+    """Returns the description of a dataset without loading it, except for a file of your own. Accepts the same names as `load`.
 
     Raises:
-      ValueError: there is no such dataset (the message suggests similar names), or it has no such option.
+      ValueError: there is no such dataset (the message suggests similar names), or it has no such option; or see `load` for a
+        file.
 
     >>> describe("digits").num_classes
     10
@@ -145,7 +150,7 @@ def describe(name: str) -> Description:
     ...
     ValueError: There is no dataset 'digit'. Did you mean 'digits'?
     """
-    return _find(name, {}).description
+    return load(name).description if is_file(name) else _find(name, {}).description
 
 
 def load(
@@ -159,7 +164,8 @@ def load(
 
     Args:
       name: one of `names`, or ``"FILE.py:FUNCTION"`` or ``"MODULE:FUNCTION"`` for your own loader (see `register` for its
-        arguments). Each may be followed by options in parentheses, written as literals: ``"NAME(option=value)"``.
+        arguments), or a file or folder of your own data, such as ``"people.csv"``, with the options of ``file:NAME``. Each may
+        be followed by options in parentheses, written as literals: ``"NAME(option=value)"``.
       data: a folder with the dataset's files; by default they are downloaded.
       cache: folder for downloaded and converted files; by default ``$FEDSIM_CACHE``, or the user's cache folder.
       **options: options of the dataset; ``fedsim datasets describe NAME`` lists them.
@@ -187,6 +193,8 @@ def load(
         raise FileNotFoundError(f"No folder {folder} to read {name!r} from: check the path.")
     splits = loader(folder, dataset_folder(name, cache), **options)
     _check_splits(name, splits)
+    splits = dict(splits)
+    description = dataclasses.replace(description, **splits.pop("about", {}))
     if not description.features:
         shown = {name: f"{list(c.shape[1:])} {c.dtype}" for name, c in splits["train"].columns.items()}
         description = dataclasses.replace(description, features=shown)
@@ -203,6 +211,27 @@ def is_family(name: str) -> bool:
     return bool(colon) and prefix + _FAMILY in _LOADERS
 
 
+def is_file(name: str) -> bool:
+    """Returns whether a name is that of a file or folder of data: an existing one, or one with the suffix of a known format.
+
+    >>> is_file("people.csv(label='y')"), is_file("digits(seed=1)"), is_file("mine.py:load")
+    (True, False, False)
+    """
+    base = _parse(name)[0]
+    return base.startswith(_FILE) and base not in _LOADERS
+
+
+def file_of(name: str) -> tuple[Path, dict[str, Any]]:
+    """Returns the path of a dataset that is a file, and its options.
+
+    >>> path, options = file_of("people.csv(label='y')")
+    >>> path.name, options
+    ('people.csv', {'label': 'y'})
+    """
+    base, options = _parse(name)
+    return unpinned(base.removeprefix(_FILE)), options
+
+
 def with_seed(name: str, seed: int) -> str:
     """Returns the name of a dataset with its seed, unless it has one already or the dataset has no option ``seed``.
 
@@ -217,10 +246,64 @@ def with_seed(name: str, seed: int) -> str:
     ('synthetic(alpha=0.5, seed=3)', 'digits(seed=1)')
     """
     _, description, options = _find(name, {})
-    if "seed" in options or "seed" not in description.defaults:
+    return name if "seed" in options or "seed" not in description.defaults else with_options(name, {"seed": seed})
+
+
+def with_options(name: str, options: Mapping[str, Any]) -> str:
+    """Returns the name of a dataset with these options, which replace those of the same names.
+
+    Args:
+      name: as `load` takes it, with or without options.
+      options: the options to add.
+
+    Raises:
+      ValueError: the dataset has no such option.
+
+    >>> with_options("digits(seed=1)", {"partition": "iid"})
+    "digits(seed=1, partition='iid')"
+    """
+    if not options:
         return name
-    texts = [f"{option}={value!r}" for option, value in {**options, "seed": seed}.items()]
-    return f"{parse_call(name)[0]}({', '.join(texts)})"
+    base, given = _parse(name)
+    options = given | dict(options)
+    text = _call_text(base, options)
+    _find(text, {})
+    return text
+
+
+def with_hash(name: str) -> str:
+    """Returns the name of a file with its absolute path and a hash of its content, so that another content is refused.
+
+    Args:
+      name: as `load` takes it, with or without options. Other names than those of files are returned as they are.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "a.csv"
+    >>> _ = path.write_text("x,y\\n1,2\\n")
+    >>> with_hash(f"{path}(label='y')").removeprefix(f"file:{path.resolve()}")
+    "#sha256=1d23d7ee01c4d4e9(label='y')"
+    """
+    base, options = _parse(name)
+    if not base.startswith(_FILE):
+        return name
+    return _call_text(_FILE + pinned(base.removeprefix(_FILE), folder=True), options)
+
+
+def _call_text(name: str, options: Mapping[str, Any]) -> str:
+    return f"{name}({', '.join(f'{option}={value!r}' for option, value in options.items())})" if options else name
+
+
+def _parse(text: str) -> tuple[str, dict[str, Any]]:
+    """Returns the name of a dataset and its options; the name of a file becomes ``file:PATH``."""
+    if text not in _LOADERS and not text.startswith(_FILE) and is_data_file(text):  # A path may have parentheses.
+        return _FILE + text, {}
+    name, options = parse_call(text)
+    if name not in _LOADERS and not name.startswith(_FILE) and is_data_file(name):
+        name = _FILE + name
+    return name, options
 
 
 class _Found(NamedTuple):
@@ -231,7 +314,7 @@ class _Found(NamedTuple):
 
 def _find(text: str, options: Mapping[str, Any]) -> _Found:
     """Finds the loader of a name, which may include options."""
-    name, in_text = parse_call(text)
+    name, in_text = _parse(text)
     if twice := sorted(set(in_text) & set(options)):
         raise ValueError(f"The option {twice[0]!r} is given twice, in {text!r} and as an argument: leave one out.")
     options = in_text | dict(options)
@@ -240,8 +323,9 @@ def _find(text: str, options: Mapping[str, Any]) -> _Found:
         if not rest:
             raise ValueError(f"{text!r} has no name after the colon: write {prefix}{_FAMILY}.")
         loader, description = _LOADERS[prefix + _FAMILY]
-        check_options("dataset", name, loader, options, _reserved(loader, name))
-        return _Found(functools.partial(loader, name=rest), dataclasses.replace(description, name=name), options)
+        shown = f"{_FILE}{unpinned(rest)}" if prefix + colon == _FILE else name
+        check_options("dataset", shown, loader, options, _reserved(loader, name))
+        return _Found(functools.partial(loader, name=rest), dataclasses.replace(description, name=shown), options)
     if colon:
         loader = import_reference(name)
         if callable(loader) and not any(loader is known for known, _ in _LOADERS.values()):
@@ -307,7 +391,7 @@ def _check_splits(name: str, splits: Any) -> None:
     for split in ("train", "test"):
         if split not in splits:
             raise ValueError(f"The loader of {name!r} returned no split {split!r}, only {list(splits)}: return both.")
-    known = ["train", "test", "held_out", "validation", "decode"]
+    known = ["train", "test", "held_out", "validation", "decode", "about"]
     for split, data in splits.items():
         if split not in known:
             raise ValueError(
@@ -315,5 +399,7 @@ def _check_splits(name: str, splits: Any) -> None:
             )
         if split == "decode" and not callable(data):
             raise ValueError(f"The loader of {name!r} returned {type(data).__name__} as decode: expected a function.")
-        if split != "decode" and not isinstance(data, FederatedData):
+        if split == "about" and not isinstance(data, Mapping):
+            raise ValueError(f"The loader of {name!r} returned {type(data).__name__} as about: expected a mapping.")
+        if split not in ("decode", "about") and not isinstance(data, FederatedData):
             raise ValueError(f"The loader of {name!r} returned {type(data).__name__} as {split}: expected FederatedData.")

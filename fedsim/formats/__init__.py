@@ -14,6 +14,9 @@ from fedsim.formats._idx import read_idx as read_idx
 from fedsim.formats._json_lines import read_json_lines as read_json_lines
 from fedsim.formats._leaf import read_leaf as read_leaf
 from fedsim.formats._leaf import write_leaf as write_leaf
+from fedsim.formats._rows import Rows as Rows
+from fedsim.formats._rows import is_data_file as is_data_file
+from fedsim.formats._rows import read_rows as read_rows
 from fedsim.formats._table import read_table as read_table
 from fedsim.formats._table import write_table as write_table
 from fedsim.formats._tfds import arrays_from_tfds as arrays_from_tfds

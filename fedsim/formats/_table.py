@@ -71,12 +71,12 @@ def read_table(path: StrPath, client: str, features: Features = None, *, stack: 
     {'bob': ([[1, 2], [5, 6]], [b'to', b'or']), 'ann': ([[3, 4]], [b'be'])}
     """
     source = check_exists(path)
-    with _arrow_errors(source):
+    with arrow_errors(source):
         encoded = (batch.column(0).dictionary_encode() for batch in _batches(source, client, only=True))
         client_index = ClientIndex((array.dictionary.to_pylist(), _without_nulls(array.indices)) for array in encoded)
 
     def read() -> Iterator[tuple[str, Columns | None]]:
-        with _arrow_errors(source):
+        with arrow_errors(source):
             for client_id, table in _grouped(source, client, client_index, features):
                 with locating_errors(f"client {client_id!r}"):
                     names = [name for name in table.column_names if name != client and _wanted(name, features, stack or {})]
@@ -89,7 +89,7 @@ def read_table(path: StrPath, client: str, features: Features = None, *, stack: 
 
 def _batches(path: Path, client: str, features: Features = None, only: bool = False) -> Iterator[Any]:
     """Yields the rows of a file as Arrow record batches, ``only`` those of the column of clients or all columns."""
-    pa = _pyarrow()
+    pa = pyarrow_module()
     import pyarrow.csv as csv
     import pyarrow.parquet as parquet
 
@@ -104,8 +104,8 @@ def _batches(path: Path, client: str, features: Features = None, only: bool = Fa
         return
     compression = "gzip" if head[:2] == b"\x1f\x8b" else None
     reading = csv.ReadOptions(block_size=1 << 23)
-    parsing = csv.ParseOptions(delimiter=_delimiter(path))
-    _check_separator(path, parsing.delimiter)
+    parsing = csv.ParseOptions(delimiter=delimiter_of(path))
+    check_separator(path, parsing.delimiter)
     types = {client: pa.string()}
     if isinstance(features, Mapping):
         for name, (_, dtype) in features.items():
@@ -115,7 +115,7 @@ def _batches(path: Path, client: str, features: Features = None, only: bool = Fa
         converting = csv.ConvertOptions(column_types=types, **options)
         return csv.open_csv(files.enter_context(pa.input_stream(str(path), compression)), reading, parsing, converting)
 
-    with contextlib.ExitStack() as files, _lengths_checked(path):
+    with contextlib.ExitStack() as files, lengths_checked(path):
         table = open_csv()
         _check_column_names(client, table.schema.names)
         dates = {field.name: pa.string() for field in table.schema if pa.types.is_temporal(field.type)}
@@ -123,11 +123,11 @@ def _batches(path: Path, client: str, features: Features = None, only: bool = Fa
         yield from open_csv(include_columns=[client]) if only else open_csv() if dates else table
 
 
-def _delimiter(path: Path) -> str:
+def delimiter_of(path: Path) -> str:
     return "\t" if ".tsv" in path.suffixes else ","
 
 
-def _check_separator(path: Path, delimiter: str) -> None:
+def check_separator(path: Path, delimiter: str) -> None:
     """Raises `FormatError` if the first line seems to have another separator, with which Arrow would report damage."""
     with open_decompressed(path) as file:
         names = file.readline(1 << 16).decode("utf-8", "replace")
@@ -147,19 +147,19 @@ def _check_values(path: Path, client_index: ClientIndex, client_id: str, table: 
             row = table[name].combine_chunks().is_null().index(True).as_py()
             at = int(np.flatnonzero(client_index.rows == client_index.names.index(client_id))[row])
             raise FormatError(
-                f"Feature {name!r} has no value in row {row} of the client, {_place(path, at)} of the file: fill in a value or "
-                "drop the row."
+                f"Feature {name!r} has no value in row {row} of the client, {place_in_table(path, at)} of the file: fill in a "
+                "value or drop the row."
             )
 
 
 @contextlib.contextmanager
-def _lengths_checked(path: Path) -> Iterator[None]:
+def lengths_checked(path: Path) -> Iterator[None]:
     """Names the line in the error for a row of a CSV file that has more or fewer fields than the first line."""
     try:
         yield
-    except _pyarrow().ArrowInvalid:
+    except pyarrow_module().ArrowInvalid:
         with open_decompressed(path) as file:
-            lines = rows_of_csv(io.TextIOWrapper(file, errors="replace", newline=""), delimiter=_delimiter(path))
+            lines = rows_of_csv(io.TextIOWrapper(file, errors="replace", newline=""), delimiter=delimiter_of(path))
             columns = len(next(lines, []))
             for row in lines:
                 if row and len(row) != columns:
@@ -170,12 +170,12 @@ def _lengths_checked(path: Path) -> Iterator[None]:
         raise
 
 
-def _place(path: Path, row: int) -> str:
+def place_in_table(path: Path, row: int) -> str:
     """Returns the place of a row of a file; in CSV, fields and so rows may have several lines, and empty lines are no rows."""
     with open_decompressed(path) as file:
         if file.peek(4)[:4] == _PARQUET:  # type: ignore[attr-defined]
             return f"row {row}"
-        lines = rows_of_csv(io.TextIOWrapper(file, errors="replace", newline=""), delimiter=_delimiter(path))
+        lines = rows_of_csv(io.TextIOWrapper(file, errors="replace", newline=""), delimiter=delimiter_of(path))
         next(itertools.islice(filter(None, lines), row + 1, None))
         return f"line {lines.line_num}"
 
@@ -207,7 +207,7 @@ def _grouped(path: Path, client: str, client_index: ClientIndex, features: Featu
 
 def _buckets(path: Path, client: str, client_index: ClientIndex, features: Features, folder: str) -> Iterator[Any]:
     """Yields the rows of successive ranges of clients, with client numbers in the column ``client``."""
-    pa = _pyarrow()
+    pa = pyarrow_module()
     batches = _numbered(path, client, client_index, features)
     first = next(batches)  # There is at least one row, as ClientIndex checked.
     # The range of each client, if every row has the size of those in the first batch.
@@ -239,7 +239,7 @@ def _numbered(path: Path, client: str, client_index: ClientIndex, features: Feat
         if len(numbers) != batch.num_rows:
             break
         if batch.num_rows:
-            yield batch.set_column(batch.schema.get_field_index(client), client, _pyarrow().array(numbers))
+            yield batch.set_column(batch.schema.get_field_index(client), client, pyarrow_module().array(numbers))
     if at != len(client_index.rows):
         raise FormatError(
             f"column {client!r} has {len(client_index.rows)} rows, but the other columns have another number of rows."
@@ -248,7 +248,7 @@ def _numbered(path: Path, client: str, client_index: ClientIndex, features: Feat
 
 def arrow_column(name: str, array: Any) -> np.ndarray:
     """Converts an Arrow array to a NumPy array ``[n, ...]``, or to text ``[n]``."""
-    pa = _pyarrow()
+    pa = pyarrow_module()
     kind = array.type
     if pa.types.is_dictionary(kind):
         return arrow_column(name, array.dictionary_decode())
@@ -328,7 +328,7 @@ def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> N
     "bob",5,6
     <BLANKLINE>
     """
-    pa = _pyarrow()
+    pa = pyarrow_module()
     import pyarrow.csv as csv
     import pyarrow.parquet as parquet
 
@@ -339,7 +339,7 @@ def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> N
         for table in _tables(clients, client, flat=comma_separated):
             if writer is None and comma_separated:
                 sink = files.enter_context(pa.output_stream(str(temporary), "gzip" if ".gz" in suffixes else None))
-                options = csv.WriteOptions(delimiter=_delimiter(Path(path)))
+                options = csv.WriteOptions(delimiter=delimiter_of(Path(path)))
                 writer = files.enter_context(csv.CSVWriter(sink, table.schema, write_options=options))
             elif writer is None:
                 writer = files.enter_context(parquet.ParquetWriter(temporary, table.schema, write_page_checksum=True))
@@ -350,7 +350,7 @@ def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> N
 
 def _tables(clients: Clients, client: str, flat: bool) -> Iterator[Any]:
     """Yields clients as Arrow tables of a few megabytes, so that a file of small clients has few row groups."""
-    pa = _pyarrow()
+    pa = pyarrow_module()
     waiting: list[Any] = []
     size = empty = 0
     for dataset in clients:
@@ -391,14 +391,14 @@ def _flattened(examples: Columns, flat: bool) -> Iterator[tuple[str, np.ndarray]
 
 
 def _arrow(array: np.ndarray) -> Any:
-    pa = _pyarrow()
+    pa = pyarrow_module()
     column = pa.array(array.reshape(-1))
     for size in reversed(array.shape[1:]):
         column = pa.FixedSizeListArray.from_arrays(column, size)
     return column
 
 
-def _pyarrow() -> Any:
+def pyarrow_module() -> Any:
     try:
         import pyarrow
     except ImportError as error:
@@ -409,9 +409,9 @@ def _pyarrow() -> Any:
 
 
 @contextlib.contextmanager
-def _arrow_errors(path: Path) -> Iterator[None]:
+def arrow_errors(path: Path) -> Iterator[None]:
     """Converts Arrow's errors for a damaged file to `FormatError`; a full disk remains an `OSError`."""
-    pa = _pyarrow()
+    pa = pyarrow_module()
     try:
         with locating_errors(os.fspath(path), pa.ArrowException, UnicodeDecodeError, MemoryError):
             yield

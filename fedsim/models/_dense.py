@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from fedsim import checks
+from fedsim import checks, metrics
 from fedsim.model import Examples, Feature, Model
 
 
@@ -34,20 +34,60 @@ def dense(shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (20
     199210
     """
     checks.whole(1, num_classes=num_classes)
+    logits = hk.transform(_layers(shape, num_classes, hidden, scale))
+    return Model.from_haiku(logits, features=image_features(shape), num_classes=num_classes)
+
+
+def dense_regression(shape: Sequence[int], *, hidden: Sequence[int] = (200, 200), scale: float = 255) -> Model:
+    """The multilayer perceptron of `dense` with one output ``float32 [n]``, and the squared error as loss.
+
+    Features: ``x: uint8 [*shape]``, from 0 to ``scale``, or ``x: float32 [*shape]``, which is not scaled; ``y: float32 []``.
+
+    Args:
+      shape: the shape of one input.
+      hidden: the widths of the hidden layers.
+      scale: the number by which integer inputs are divided.
+
+    Raises:
+      ValueError: a size or the scale is not positive.
+
+    >>> model = dense_regression([3], hidden=[5])
+    >>> model.apply_for_eval(model.init(jax.random.key(0)), {"x": jnp.zeros([4, 3])}).tolist()
+    [0.0, 0.0, 0.0, 0.0]
+    """
+    layers = _layers(shape, 1, hidden, scale)
+    features = image_features(shape) | {"y": jax.ShapeDtypeStruct((), jnp.float32)}
+    outputs = hk.transform(lambda examples: layers(examples)[:, 0])
+    return Model.from_haiku(outputs, features=features, loss=metrics.squared_error)
+
+
+def linear_regression(shape: Sequence[int], *, scale: float = 255) -> Model:
+    """Linear regression with a bias and the squared error as loss: `dense_regression` without hidden layers.
+
+    >>> model = linear_regression([2])
+    >>> params = {"linear": {"w": jnp.array([[1.0], [2.0]]), "b": jnp.array([0.5])}}
+    >>> model.apply_for_eval(params, {"x": jnp.array([[3.0, 4.0]])}).tolist()
+    [11.5]
+    """
+    return dense_regression(shape, hidden=(), scale=scale)
+
+
+def _layers(shape: Sequence[int], outputs: int, hidden: Sequence[int], scale: float) -> Callable[[Examples], jax.Array]:
+    """Returns the function of the layers, for ``hk.transform``."""
     for size in shape:
         checks.whole(1, shape=size)
     for width in hidden:
         checks.whole(1, hidden=width)
     checks.positive(scale=scale)
 
-    def logits(examples: Examples) -> jax.Array:
+    def apply(examples: Examples) -> jax.Array:
         x = unit_scale(examples["x"], scale)
         x = x.reshape(x.shape[0], -1)
         for width in hidden:
             x = jax.nn.relu(hk.Linear(width)(x))
-        return hk.Linear(num_classes)(x)
+        return hk.Linear(outputs)(x)
 
-    return Model.from_haiku(hk.transform(logits), features=image_features(shape), num_classes=num_classes)
+    return apply
 
 
 def logistic(shape: Sequence[int], num_classes: int, *, scale: float = 255) -> Model:

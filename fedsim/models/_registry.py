@@ -9,7 +9,7 @@ from fedsim.model import Model
 from fedsim.models._autoencoder import digits_autoencoder, emnist_autoencoder
 from fedsim.models._cifar import cifar10_cnn, cifar100_logistic, cifar100_resnet18
 from fedsim.models._decoder import decoder, lm_1b, lm_8b, lm_350m, lm_tiny
-from fedsim.models._dense import dense, logistic
+from fedsim.models._dense import dense, dense_regression, linear_regression, logistic
 from fedsim.models._digits import digits_dense, digits_logistic, digits_split
 from fedsim.models._emnist import emnist_cnn, emnist_dense, emnist_logistic
 from fedsim.models._generated import synthetic_logistic, toy_regression
@@ -29,6 +29,7 @@ MODELS: dict[str, Callable[..., Model]] = {
         cifar100_resnet18,
         decoder,
         dense,
+        dense_regression,
         digits_autoencoder,
         digits_dense,
         digits_logistic,
@@ -37,6 +38,7 @@ MODELS: dict[str, Callable[..., Model]] = {
         emnist_cnn,
         emnist_dense,
         emnist_logistic,
+        linear_regression,
         lm_1b,
         lm_8b,
         lm_350m,

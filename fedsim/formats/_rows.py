@@ -1,0 +1,463 @@
+"""A reader for files with an example per row, of which the caller says what are features, labels and clients."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from csv import reader as rows_of_csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsim.data import FederatedData, FormatError
+from fedsim.formats._convert import read, recognize
+from fedsim.formats._image_folder import image_files, read_images
+from fedsim.formats._leaf import leaf_files, read_leaf
+from fedsim.formats._source import DAMAGE_ERRORS, StrPath, check_exists, locating_errors, open_decompressed
+from fedsim.formats._table import (
+    arrow_column,
+    arrow_errors,
+    check_separator,
+    delimiter_of,
+    lengths_checked,
+    place_in_table,
+    pyarrow_module,
+)
+
+_SPLITS = ("train", "test")
+_SUFFIXES = {".csv", ".tsv", ".parquet", ".json", ".jsonl", ".ndjson", ".npz", ".h5", ".hdf5", ".sqlite"}
+# Arrow infers the types of columns from the first block, so that a file of up to this size is one block.
+_MAX_BLOCK = (1 << 31) - 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """The examples of a file, one per row.
+
+    Attributes:
+      columns: name of each column to its values ``[n, ...]``, numbers or truth values, or texts as an object array of ``str``.
+      missing: name of each column that lacks values to ``bool [n]``, where they are missing. Such numbers are NaN, and such
+        texts are empty.
+      unsupported: name of each column that cannot be used to its type.
+      clients: the client of each row, an object array ``[n]`` of ``str``; None if the format does not state clients.
+      test: ``bool [n]``, the rows of a published test split; None if there is none.
+      place: returns the place of a row in the file, such as ``"line 7"``.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(f"{folder}/a.csv").write_text("user,x\\nbob,1\\nann,\\n")
+    ...     rows = read_rows(f"{folder}/a.csv")
+    ...     [rows.place(row) for row in np.flatnonzero(rows.missing["x"])], len(rows)
+    (['line 3'], 2)
+    """
+
+    columns: dict[str, np.ndarray]
+    missing: dict[str, np.ndarray]
+    unsupported: dict[str, str]
+    clients: np.ndarray | None
+    test: np.ndarray | None
+    place: Callable[[int], str]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+
+def read_rows(path: StrPath, *, text_columns: Sequence[str] = (), header: bool | None = None) -> Rows:
+    """Reads a whole file with an example per row into memory.
+
+    The format is recognized by the content: a table (CSV, also ``.tsv`` and ``.gz``; Parquet; JSON lines with an object per
+    example), arrays of equal lengths (``.npz``), a dataset that Hugging Face's ``save_to_disk`` has written, a folder of
+    images, or any format of `fedsim.formats.read` that states the clients. A folder of LEAF's files, of images or of a dataset
+    of Hugging Face may have the parts ``train`` and ``test``. The columns of images are ``image`` and the folders:
+    ``folder``, or ``folder_1``, ``folder_2`` if there are several levels.
+
+    A field without a character is missing, and so is NaN. In a column of numbers, so are ``NA`` and ``null``.
+
+    Args:
+      path: the file or folder.
+      text_columns: columns of a CSV file that are read as text, such as the ids of clients (``07`` is not ``7``).
+      header: whether the first line of a CSV file has the names of the columns, which otherwise are ``column_1``, ``column_2``,
+        ...; None: yes, and a first line with a number is refused.
+
+    Raises:
+      ImportError: a library that the format needs is not installed.
+      FileNotFoundError: there is no such file.
+      FormatError: the format is unknown, the file is damaged or has no rows, or it seems to have no header; the message has the
+        file and, if it is a text, the line.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(f"{folder}/a.jsonl").write_text('{"x": 1.5, "city": "Bern"}\\n{"x": 2, "city": "Basel"}\\n')
+    ...     {name: column.tolist() for name, column in read_rows(f"{folder}/a.jsonl").columns.items()}
+    {'x': [1.5, 2.0], 'city': ['Bern', 'Basel']}
+    """
+    source = check_exists(path, folder=True)
+    kind = _kind(source)
+    if header is not None and kind != "csv":
+        raise FormatError(f"{source} is no CSV file, so it takes no header={header}: leave it out.")
+    with locating_errors("" if kind in ("csv", "parquet", "rows", "arrow") else os.fspath(source), *DAMAGE_ERRORS):
+        if kind == "csv":
+            rows = _read_csv(source, text_columns, header)
+        elif kind == "parquet":
+            rows = _read_parquet(source)
+        elif kind == "rows":
+            rows = _read_json(source)
+        elif kind == "arrow":
+            rows = _joined({name: _read_arrow(part) for name, part in _parts(source).items()})
+        elif kind == "npz":
+            rows = _read_npz(source)
+        elif kind == "images":
+            rows = _joined({name: _read_images(part) for name, part in _parts(source).items()})
+        elif kind == "leaf" and source.is_dir():
+            rows = _joined({name: _of_clients(read_leaf(part).load()) for name, part in _parts(source).items()})
+        else:
+            rows = _joined({name: _of_clients(part) for name, part in _populations(source, kind).items()})
+    if not len(rows):
+        raise FormatError(f"{source} has no rows: expected an example per row.")
+    return rows
+
+
+def is_data_file(text: str) -> bool:
+    """Returns whether a text is the path of an existing file or folder, or has the suffix of a format of `read_rows`.
+
+    >>> is_data_file("people.csv"), is_data_file("data/people.tsv.gz"), is_data_file("mine.py:load")
+    (True, True, False)
+    """
+    path = Path(text).expanduser()
+    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    try:
+        return suffix in _SUFFIXES or (bool(text) and path.exists())
+    except OSError:  # The text is too long for a path.
+        return False
+
+
+def _kind(source: Path) -> str:
+    """Returns the format of a file: a name of `recognize`, or one of the formats that have no clients."""
+    if source.is_dir():
+        parts = _parts(source)
+        if any((part / "state.json").is_file() for part in parts.values()):
+            return "arrow"
+        if all(leaf_files(part) for part in parts.values()):
+            return "leaf"
+        if any(image_files(part) for part in parts.values()):
+            return "images"
+        if not (source / "dataset_info.json").is_file():
+            raise FormatError(
+                f"{source} is a folder without data: expected LEAF's *.json, images in folders, or what Hugging Face's "
+                "save_to_disk has written, possibly in the folders train and test; or give a file."
+            )
+        return recognize(source)
+    if zipfile.is_zipfile(source) and source.suffix == ".npz":
+        return "npz"
+    kind = recognize(source)
+    return "rows" if kind == "json_lines" and not _has_client_per_line(source) else kind
+
+
+def _parts(folder: Path) -> dict[str, Path]:
+    """Returns the folders of the train and test splits; the folder itself if it has not both."""
+    parts = {name: folder / name for name in _SPLITS}
+    return parts if all(part.is_dir() for part in parts.values()) else {"train": folder}
+
+
+def _populations(source: Path, kind: str) -> dict[str, FederatedData]:
+    """Reads the splits train and test of a file that states clients, or its only split as train."""
+    if kind == "packed":
+        return {"train": FederatedData.open(source)}
+    try:
+        streams = {name: read(source, split=name, format=kind) for name in _SPLITS}
+    except ValueError:  # The format has no splits, or the file has others.
+        streams = {"train": read(source, format=kind)}
+    return {name: stream.load() for name, stream in streams.items()}
+
+
+def _joined(parts: Mapping[str, Rows]) -> Rows:
+    """Returns the rows of train and test as one, with the rows of test marked; those of train if there are no others."""
+    train = parts["train"]
+    if "test" not in parts:
+        return train
+    test = parts["test"]
+    for name in {**train.columns, **test.columns}:
+        kinds = [_type(each.columns[name]) if name in each.columns else "absent" for each in (train, test)]
+        if kinds[0] != kinds[1]:
+            raise FormatError(f"column {name!r} is {kinds[0]} in train and {kinds[1]} in test: expected the same in both.")
+
+    def joined(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray:
+        none = [np.zeros(len(each), bool) for each in (train, test)]
+        return np.concatenate([none[0] if first is None else first, none[1] if second is None else second])
+
+    def place(row: int) -> str:
+        return f"{train.place(row)} of train" if row < len(train) else f"{test.place(row - len(train))} of test"
+
+    return Rows(
+        columns={name: np.concatenate([train.columns[name], test.columns[name]]) for name in train.columns},
+        missing={name: joined(train.missing.get(name), test.missing.get(name)) for name in {**train.missing, **test.missing}},
+        unsupported=train.unsupported | test.unsupported,
+        clients=None if train.clients is None or test.clients is None else np.concatenate([train.clients, test.clients]),
+        test=np.repeat([False, True], [len(train), len(test)]),
+        place=place,
+    )
+
+
+def _read_csv(source: Path, text_columns: Sequence[str], header: bool | None) -> Rows:
+    pa = pyarrow_module()
+    import pyarrow.csv as csv
+
+    with arrow_errors(source):
+        parsing = csv.ParseOptions(delimiter=delimiter_of(source), newlines_in_values=True)
+        if header is not False:
+            check_separator(source, parsing.delimiter)
+        with open_decompressed(source) as file:
+            content = file.read()
+        first = next(
+            rows_of_csv(io.StringIO(content[: 1 << 20].decode("utf-8-sig", "replace")), delimiter=parsing.delimiter), []
+        )
+        if header is None:
+            _check_header(first)
+        names = first if header is not False else [f"column_{i + 1}" for i in range(len(first))]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise FormatError(f"line 1: two columns have the name {twice!r}: rename one of them.")
+        if len(content) > _MAX_BLOCK:
+            raise FormatError("the file has more than 2 GiB: convert it with fedsim datasets convert, and give the .h5 file.")
+        reading = csv.ReadOptions(
+            block_size=max(len(content), 1) + 1, column_names=names, skip_rows_after_names=0, skip_rows=int(header is not False)
+        )
+
+        def table(texts: Sequence[str]) -> Any:
+            converting = csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()), strings_can_be_null=False)
+            return csv.read_csv(pa.BufferReader(content), reading, parsing, converting)
+
+        with lengths_checked(source):
+            found = table(text_columns)
+            dates = [field.name for field in found.schema if pa.types.is_temporal(field.type)]
+            found = table([*text_columns, *dates]) if dates else found
+        offset = 0 if header is not False else -1
+        return _of_table(found, lambda row: place_in_table(source, row + offset))
+
+
+def _check_header(names: list[str]) -> None:
+    numbers = [name for name in names if _is_number(name)]
+    if numbers:
+        raise FormatError(
+            f"line 1: the file seems to have no header, because its first line has the value {numbers[0]!r} where the name of "
+            "a column is expected: write a line with names above it, or give header=False (--header False), which names "
+            "the columns column_1, column_2, ...; if it is a name, header=True."
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _read_parquet(source: Path) -> Rows:
+    pyarrow_module()
+    import pyarrow.parquet as parquet
+
+    with arrow_errors(source):
+        limits = {"thrift_string_size_limit": 1 << 24, "thrift_container_size_limit": 1 << 20}
+        table = parquet.read_table(source, page_checksum_verification=True, partitioning=None, **limits)
+        return _of_table(table, lambda row: f"row {row}")
+
+
+def _read_json(source: Path) -> Rows:
+    pa = pyarrow_module()
+    import pyarrow.json as arrow_json
+
+    with arrow_errors(source):
+        with open_decompressed(source) as file:
+            content = file.read()
+        if len(content) > _MAX_BLOCK:
+            raise FormatError("the file has more than 2 GiB: convert it to Parquet.")
+        try:
+            table = arrow_json.read_json(pa.BufferReader(content), arrow_json.ReadOptions(block_size=len(content) + 1))
+        except pa.ArrowInvalid as error:
+            raise FormatError(f"{_wrong_line(content) or error}") from None
+
+    def place(row: int) -> str:
+        lines = (number for number, line in enumerate(content.split(b"\n"), 1) if line.strip())
+        return f"line {next(itertools.islice(lines, row, None))}"
+
+    return _of_table(table, place)
+
+
+def _wrong_line(content: bytes) -> str | None:
+    """Describes the first line that is no JSON object, or whose value is of another kind than those of the lines before."""
+    kinds: dict[str, tuple[str, int]] = {}
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            return f"line {number}: {error}: expected an object per line, {{column: value, ...}}"
+        if not isinstance(entry, dict):
+            return f"line {number}: Expected an object, {{column: value, ...}}, got {type(entry).__name__}"
+        for name, value in entry.items():
+            kind = "a number" if type(value) in (int, float) else type(value).__name__
+            first, at = kinds.setdefault(name, (kind, number)) if value is not None else (kind, number)
+            if kind != first:
+                return f"line {number}: column {name!r} is {kind} here and {first} in line {at}: write values of one type"
+    return None
+
+
+def _has_client_per_line(source: Path) -> bool:
+    """Whether the first line has lists of examples, as `read_json_lines` expects, and is not one example."""
+    with open_decompressed(source) as file:
+        try:
+            entry = json.loads(next((line for line in file if line.strip()), b"{}"))
+        except ValueError:
+            return False
+    return any(isinstance(value, list) and value and isinstance(value[0], dict) for value in entry.values())
+
+
+def _read_arrow(folder: Path) -> Rows:
+    """Reads a dataset of Hugging Face, whose files are Arrow streams that ``state.json`` lists."""
+    pa = pyarrow_module()
+    with arrow_errors(folder):
+        try:
+            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            files = [folder / Path(each["filename"]).name for each in state["_data_files"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"state.json cannot be read ({error}): write the dataset again by save_to_disk.") from None
+        if state.get("_indices_data_files"):
+            raise FormatError(
+                "the dataset is stored with a selection of rows: write dataset.flatten_indices() by save_to_disk."
+            )
+        tables = []
+        for file in files:
+            with pa.memory_map(str(check_exists(file))) as content:
+                tables.append(pa.ipc.open_stream(content).read_all())
+        return _of_table(pa.concat_tables(tables), lambda row: f"row {row}")
+
+
+def _read_npz(source: Path) -> Rows:
+    columns: dict[str, np.ndarray] = {}
+    with np.load(source, allow_pickle=False) as arrays:
+        for name in arrays.files:
+            try:
+                array = arrays[name]
+            except ValueError as error:
+                raise FormatError(
+                    f"array {name!r} cannot be read ({error}): store numbers or texts, without objects."
+                ) from None
+            if not array.ndim:
+                raise FormatError(f"array {name!r} has no rows, because it is a single value: leave it out.")
+            columns[name] = array
+    lengths = {name: len(array) for name, array in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise FormatError(f"the arrays have different lengths, {lengths}: expected a row per example in each.")
+    return _of_arrays(columns, place=lambda row: f"row {row}")
+
+
+def _read_images(folder: Path) -> Rows:
+    files = image_files(folder)
+    levels = {len(file.relative_to(folder).parts) - 1 for file in files}
+    if len(levels) != 1 or levels == {0}:
+        raise FormatError(
+            "the images are in folders of different depths, or in none: expected one folder for each class, or for each client "
+            "with a folder for each class."
+        )
+    (depth,) = levels
+    names = ["folder"] if depth == 1 else [f"folder_{i + 1}" for i in range(depth)]
+    parts = zip(*(file.relative_to(folder).parts[:-1] for file in files), strict=True)
+    columns = {name: _texts(part) for name, part in zip(names, parts, strict=True)}
+    return _of_arrays(columns | {"image": read_images(files)}, place=lambda row: str(files[row].relative_to(folder)))
+
+
+def _of_clients(data: FederatedData) -> Rows:
+    """Returns the examples of a population. Clients without examples have no rows."""
+    owner = np.repeat(np.arange(data.num_clients), data.sizes)
+    ids = _texts(list(data.client_ids))
+
+    def place(row: int) -> str:
+        return f"example {row - int(data.offsets[owner[row]])} of client {data.client_ids[owner[row]]!r}"
+
+    columns = {name: column if isinstance(column, np.ndarray) else column[:] for name, column in data.columns.items()}
+    return _of_arrays(columns, clients=ids[owner], place=place)
+
+
+def _of_arrays(columns: dict[str, np.ndarray], place: Callable[[int], str], clients: np.ndarray | None = None) -> Rows:
+    found, missing = {}, {}
+    for name, column in columns.items():
+        if column.dtype.kind in "OSU":
+            column = _texts([each.decode("utf-8", "replace") if isinstance(each, bytes) else str(each) for each in column])
+            absent = column == ""
+        else:
+            absent = _is_nan(column)
+        found[name] = column
+        if absent.any():
+            missing[name] = absent
+    return Rows(columns=found, missing=missing, unsupported={}, clients=clients, test=None, place=place)
+
+
+def _of_table(table: Any, place: Callable[[int], str]) -> Rows:
+    pa = pyarrow_module()
+    columns: dict[str, np.ndarray] = {}
+    missing: dict[str, np.ndarray] = {}
+    unsupported: dict[str, str] = {}
+    for name, chunks in _named_columns(table):
+        array = chunks.combine_chunks()
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        absent = array.is_null().to_numpy(zero_copy_only=False)
+        try:
+            column = _filled(array, absent)
+        except FormatError:
+            unsupported[name] = str(array.type)
+            continue
+        absent = absent | (column == "" if column.dtype == object else _is_nan(column))
+        columns[name] = column
+        if absent.any():
+            missing[name] = absent
+    return Rows(columns=columns, missing=missing, unsupported=unsupported, clients=None, test=None, place=place)
+
+
+def _named_columns(table: Any) -> Iterator[tuple[str, Any]]:
+    names = table.column_names
+    if len(set(names)) != len(names):
+        raise FormatError(f"two columns have the same name, among {names}: rename one of them.")
+    yield from zip(names, table.columns, strict=True)
+
+
+def _filled(array: Any, absent: np.ndarray) -> np.ndarray:
+    """Converts an Arrow array; instead of what is missing, numbers are NaN, so that they become floats, and texts are empty."""
+    pa = pyarrow_module()
+    if pa.types.is_null(array.type):  # a column without any value
+        return np.full(len(array), np.nan)
+    present = arrow_column("", array.drop_null() if absent.any() else array)
+    if present.dtype == object:
+        present = _texts([each.decode("utf-8", "replace") for each in present])
+    if not absent.any():
+        return present
+    filled = np.full((len(array), *present.shape[1:]), "" if present.dtype == object else np.nan)
+    filled = filled.astype(object) if present.dtype == object else filled
+    filled[~absent] = present
+    return filled
+
+
+def _type(column: np.ndarray) -> str:
+    """Returns the kind and shape of a column; whole numbers are floats where values are missing, so they are one kind."""
+    return f"{'text' if column.dtype == object else 'of numbers'} {list(column.shape[1:])}"
+
+
+def _is_nan(column: np.ndarray) -> np.ndarray:
+    """Whether a number of each row is NaN, ``bool [n]``."""
+    if column.dtype.kind != "f":
+        return np.zeros(len(column), bool)
+    return np.isnan(column).any(axis=tuple(range(1, column.ndim)))
+
+
+def _texts(values: Sequence[str]) -> np.ndarray:
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
