@@ -266,6 +266,10 @@ def read_sweep(folder: str | Path) -> dict[str, Any] | None:
         kind = int if name == "seeds" else Value
         if not isinstance(values, list) or not values or not all(isinstance(value, kind) for value in values):
             raise FormatError(f"{path} has {name}={values!r}: expected a list of values. Restore it, or start a new sweep.")
+    differing = stored.get("differing", [])
+    pairs = [pair for pair in differing if isinstance(pair, list) and len(pair) == 2] if isinstance(differing, list) else []
+    if pairs != differing or not all(isinstance(part, dict) for pair in pairs for part in pair):
+        raise FormatError(f"{path} has differing={differing!r}: expected pairs of objects. Restore it, or start a new sweep.")
     if stored.get("how") not in (None, *get_args(How)):
         raise FormatError(f"{path} has how={stored['how']!r}: restore it, or start a new sweep.")
     return stored

@@ -139,7 +139,8 @@ def check_trusted(folder: str, stored: Mapping[str, Any], leave_out: Collection[
 def _code_texts(stored: Mapping[str, Any], leave_out: Collection[str] = ()) -> Iterator[tuple[str, list[str]]]:
     """Yields each text of a run or a sweep that names code, and this code, in a fixed order."""
     skipped = {*fields_that_name("file"), *leave_out}
-    parts = [*stored["config"].items(), *stored.get("settings", {}).items(), ("varied", stored.get("varied"))]
+    of_sweep = [(name, stored.get(name)) for name in ("varied", "differing")]
+    parts = [*stored["config"].items(), *stored.get("settings", {}).items(), *of_sweep]
     for field, value in sorted(parts, key=lambda part: part[0]):
         for text in texts_in([field, value]) if field not in skipped else ():
             names = references(text)

@@ -65,6 +65,7 @@ PLACES = [
     *(field.name for field in dataclasses.fields(RunConfig) if field.name not in FILES),
     *(f"hyperparameters, {name}" for name in ("mu", "unknown")),
     *(f"varied, {name}" for name in ("client_learning_rate", "robust_mixing", "unknown")),
+    *(f"differing, {name}" for name in ("model", "unknown")),
 ]
 
 
@@ -73,10 +74,11 @@ def _with_text(place, text, folder):
     part, _, name = place.rpartition(", ")
     config = dataclasses.asdict(RunConfig(dataset="digits", algorithm="fedprox", rounds=1))
     varied = {name: [text]} if part == "varied" else {}
-    if not varied:
+    differing = [[{"algorithm": "fedavg"}, {name: text}]] if part == "differing" else []
+    if not varied and not differing:
         (config["hyperparameters"] if part else config)[name] = text
     stored = {"config": config, "settings": {"folder": folder}, "population": {}, "signature": "0" * 64}
-    return stored, {**stored, "varied": varied, "seeds": [0]}
+    return stored, {**stored, "varied": varied, "seeds": [0], "differing": differing}
 
 
 @pytest.mark.parametrize("text", EVIL)
@@ -86,22 +88,41 @@ def test_code_in_any_field_is_found(text):
         stored, sweep = _with_text(place, text, "runs/a:b")
         is_data = place == "dataset" and text.startswith("tfds:")
         assert bool(named_code(sweep)) != is_data, place
-        if not place.startswith("varied"):
+        if not place.startswith(("varied", "differing")):
             assert bool(named_code(stored)) != is_data, place
 
 
-@pytest.mark.parametrize("command", [["resume"], ["replay", "--round", "1"], ["run", "--from"], ["plan", "--from"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["resume"],
+        ["replay", "--round", "1"],
+        ["run", "--from"],
+        ["plan", "--from"],
+        ["evaluate"],
+        ["bisect"],
+        ["export", "o.npz"],
+    ],
+)
 def test_no_text_of_another_user_s_folder_runs_code(command, tmp_path, capsys):
     evil, mark, folder = tmp_path / "evil.py", tmp_path / "ran", tmp_path / "run"
     evil.write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\ntouch = lambda path: open(path, 'w').close()\n")
     folder.mkdir()
     for text in EVIL:
-        for place in ("model", "robust_mixing", "topology", "mixing", "hyperparameters, mu", "varied, robust_mixing"):
+        for place in (
+            "model",
+            "robust_mixing",
+            "topology",
+            "mixing",
+            "hyperparameters, mu",
+            "varied, robust_mixing",
+            "differing, model",
+        ):
             stored, sweep = _with_text(place, text.format(evil=evil, mark=str(mark)), str(folder))
             (folder / "config.json").write_text(json.dumps(stored))
             if command[0] == "resume":
                 (folder / "sweep.json").write_text(json.dumps(sweep))
-            elif place.startswith("varied"):
+            elif place.startswith(("varied", "differing")):
                 continue
             arguments = [*command, str(folder)] if "--from" in command else [command[0], str(folder), *command[1:]]
             assert main(arguments) == 2, place
