@@ -19,6 +19,7 @@ from fedsim.configuration import algorithm_hyperparameters, fields_that_name, op
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment.driving import check_trusted, stored_run, warn_of_changed_code
 from fedsim.names import absolute
+from fedsim.sweeps import Range, drawn_settings
 
 _FROM = Option(
     "",
@@ -26,6 +27,13 @@ _FROM = Option(
     None,
     "Run folder whose configuration gives the defaults, to repeat that run or to vary it. Code that it names is run, "
     "see --trust.",
+)
+_SAMPLES = Option(
+    "training",
+    int | None,
+    None,
+    "Random search: run so many settings, each with a random one of the given values, or of a range such as "
+    "--client-learning-rate 'log_uniform(0.001, 1)'; --seed draws them.",
 )
 _SEEDS = Option("training", int | None, None, "Number of seeds, from --seed on: a run for each, see the sweeps above.")
 _SWEEPS = (
@@ -43,7 +51,7 @@ class Configured(NamedTuple):
     Attributes:
       config: the configuration of the run, or of the first run of a sweep.
       settings: how it is executed and reported.
-      varied: the options with several values, which make a sweep.
+      varied: the options with several values, which make a sweep; or the settings of a random search.
       differing: for each combination of several names, these and the fields in which its configuration differs from
         ``config``, such as the published hyperparameters of another dataset.
       seeds: the number of seeds or the seeds; None without ``--seeds`` and several values of ``--seed``.
@@ -53,11 +61,12 @@ class Configured(NamedTuple):
 
     config: RunConfig
     settings: Settings
-    varied: dict[str, list[Any]]
+    varied: Any
     seeds: int | list[int] | None
     how: experiment.How | None
     others: dict[str, Any]
     differing: list[tuple[dict[str, str], dict[str, Any]]]
+    samples: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +108,7 @@ def configured(arguments: list[str], program: str, purpose: str, others: Mapping
         for own, each in zip(given, known, strict=True)
     ]
     if not names:
-        return found[0]
+        return _sampled(found[0])
     base = dataclasses.asdict(found[0].config)
     differing = []
     for each in found:
@@ -108,7 +117,23 @@ def configured(arguments: list[str], program: str, purpose: str, others: Mapping
         values = {name: value for name, value in dataclasses.asdict(each.config).items() if value != base[name]}
         differing.append(({name: getattr(each.config, name) for name in names}, values))
     texts = {name: list(dict.fromkeys(setting[name] for setting, _ in differing)) for name in names}
-    return found[0]._replace(varied=texts | found[0].varied, differing=differing)
+    return _sampled(found[0]._replace(varied=texts | found[0].varied, differing=differing))
+
+
+def _sampled(found: Configured) -> Configured:
+    """Returns what the options say, with the settings of a random search instead of all combinations, if it is one."""
+    varied = found.varied
+    ranges = [_flag(name) for name, values in varied.items() if isinstance(values, Range)]
+    if found.samples is None:
+        if ranges:
+            raise ValueError(f"Expected --samples with a range of {ranges[0]}, got none: give the number of settings to draw.")
+        return found
+    if not varied:
+        raise ValueError(
+            f"Expected options with several values or a range for --samples {found.samples}, got none: give some, such as "
+            "--client-learning-rate 'log_uniform(0.001, 1)'."
+        )
+    return found._replace(varied=drawn_settings(varied, found.samples, found.config.seed))
 
 
 class _Known(NamedTuple):
@@ -143,7 +168,7 @@ def _known(arguments: list[str], program: str, others: Mapping[str, Option]) -> 
         field.name: Option("data and model", kinds[field.name], None, _documentation(DataOptions, field.name))
         for field in dataclasses.fields(DataOptions)
     }
-    options = {"from": _FROM, "trust": TRUST} | of_data | of_config | {"seeds": _SEEDS} | own
+    options = {"from": _FROM, "trust": TRUST} | of_data | of_config | {"seeds": _SEEDS, "samples": _SAMPLES} | own
     options |= options_of(Settings, {**stored["settings"], "folder": None}) | {"how": HOW} | dict(others)
     return _Known(dataset, of_config, own, options, source)
 
@@ -161,7 +186,7 @@ def _configured(arguments: list[str], program: str, purpose: str, known: _Known,
     general = {field.name: values[field.name] for field in dataclasses.fields(RunConfig) if field.name in values}
     config = RunConfig(**general, hyperparameters={name: values[name] for name in known.of_algorithm})
     settings = Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
-    return Configured(config, settings, varied, seeds, how, {name: values[name] for name in others}, [])
+    return Configured(config, settings, varied, seeds, how, {name: values[name] for name in others}, [], values["samples"])
 
 
 def _flag(name: str) -> str:
@@ -293,8 +318,8 @@ def _seeds_and_how(
     return seeds, how
 
 
-def _several_values(arguments: list[str], options: Mapping[str, Option]) -> tuple[list[str], dict[str, list[Any]]]:
-    """Returns the arguments with the first of several values of an option, and all values by option.
+def _several_values(arguments: list[str], options: Mapping[str, Option]) -> tuple[list[str], dict[str, Any]]:
+    """Returns the arguments with the first of several values of an option, and all values, or their `Range`, by option.
 
     >>> _several_values(["--rate=0.1,1", "--size", "3"], {"rate": Option("", float, 1.0, ""), "size": Option("", int, 1, "")})
     (['--rate=0.1', '--size', '3'], {'rate': [0.1, 1.0]})
@@ -305,12 +330,17 @@ def _several_values(arguments: list[str], options: Mapping[str, Option]) -> tupl
         for kind in (float, int)
         if option.type is kind or set(get_args(option.type)) == {kind, type(None)}
     }
-    found, varied, option = [], {}, ""
+    found, option = [], ""
+    varied: dict[str, Any] = {}
     for argument in arguments:
         name, equals, text = argument.partition("=") if argument.startswith("--") else (option, "", argument)
         option = argument
         field, kind = numbers.get(name.replace("_", "-"), (None, None))
-        if field and kind and "," in text:
+        if field and kind and (drawn := Range.read(text, whole=kind is int)):
+            varied[field] = drawn
+            first = str(drawn.value(0))
+            argument = f"{name}={first}" if equals else first
+        elif field and kind and "," in text:
             try:
                 varied[field] = [kind(value) for value in text.split(",")]
             except ValueError:

@@ -18,9 +18,12 @@ from fedsim.pinned_files import unpinned
 def main(arguments: list[str]) -> int:
     """Runs ``fedsim run`` with these arguments and returns the exit status."""
     about = "Train, evaluate, and write metrics, checkpoints and a picture to a run folder."
-    config, settings, varied, seeds, how, processes, differing = configured(arguments, "fedsim run", about, PROCESSES)
+    config, settings, varied, seeds, how, processes, differing, _ = configured(arguments, "fedsim run", about, PROCESSES)
     if settings.folder is None:
-        several = {name: values for name, values in varied.items() if name in ("dataset", "algorithm")}
+        of_names = [names for names, _ in differing]
+        several = {
+            name: {names[name] for names in of_names} for name in ("dataset", "algorithm") if name in (of_names or [{}])[0]
+        }
         parts = [
             f"{len(several[name])}-{name}s" if name in several else _short(getattr(config, name))
             for name in ("dataset", "algorithm")

@@ -58,8 +58,8 @@ def connected(settings: Settings, processes: Mapping[str, Any]) -> Settings:
 
 
 def train(
-    config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[Any]], seeds: int | Sequence[int] | None,
-    how: experiment.How | None, differing: Differing = (),
+    config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]],
+    seeds: int | Sequence[int] | None, how: experiment.How | None, differing: Differing = (),
 ) -> int:  # fmt: skip
     """Trains a run, or a sweep if options have several values or there are several seeds; returns the exit status."""
     result: Any

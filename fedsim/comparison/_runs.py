@@ -303,6 +303,8 @@ def _grid(folder: Path) -> Mapping[str, Sequence[Any]]:
     """Returns the values and the seeds of the sweep in a folder; empty if there is no sweep, or none that can be read."""
     try:
         stored = json.loads((folder / "sweep.json").read_bytes())
+        if isinstance(stored["varied"], list):  # Settings that were drawn are no grid.
+            return {}
         grid = {**stored["varied"], "seeds": stored["seeds"]}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -259,10 +259,15 @@ def read_sweep(folder: str | Path) -> dict[str, Any] | None:
     if not is_sweep(folder):
         return None
     try:
-        stored = read_objects(path, "config", "varied", "settings")
+        stored = read_objects(path, "config", "settings")
     except OSError as error:
         raise ValueError(f"There is no sweep in {folder}: cannot read {path} ({type(error).__name__}).") from error
-    for name, values in {**stored["varied"], "seeds": stored.get("seeds")}.items():
+    varied = stored.get("varied")
+    if isinstance(varied, list) and varied and all(isinstance(setting, dict) for setting in varied):  # drawn settings
+        varied = {f"varied[{number}]": list(setting.values()) for number, setting in enumerate(varied)}
+    if not isinstance(varied, dict):
+        raise FormatError(f"{path} has varied={varied!r}: expected an object. Restore it, or start a new sweep.")
+    for name, values in {**varied, "seeds": stored.get("seeds")}.items():
         kind = int if name == "seeds" else Value
         if not isinstance(values, list) or not values or not all(isinstance(value, kind) for value in values):
             raise FormatError(f"{path} has {name}={values!r}: expected a list of values. Restore it, or start a new sweep.")

@@ -7,6 +7,8 @@
 from fedsim.configuration import How as How
 from fedsim.experiment import read_sweep as read_sweep
 from fedsim.sweeps._change_rounds import change_rounds as change_rounds
+from fedsim.sweeps._grid import Range as Range
+from fedsim.sweeps._grid import drawn_settings as drawn_settings
 from fedsim.sweeps._population import Population as Population
 from fedsim.sweeps._population import population as population
 from fedsim.sweeps._result import SweepMember as SweepMember

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedsim import checks
+from fedsim import checks, rng
 
 Setting = Mapping[str, Any]
 
@@ -70,6 +72,85 @@ def shown(setting: Setting) -> str:
     """
     return ", ".join(
         f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in setting.items()
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Numbers from which the values of a random search are drawn.
+
+    Attributes:
+      low, high: the ends, with low < high; above 0 if ``logarithmic``.
+      logarithmic: whether the logarithm is uniform, instead of the number.
+      whole: whether the numbers are whole.
+
+    >>> Range.read("log_uniform(0.001, 1)", whole=False)
+    Range(low=0.001, high=1.0, logarithmic=True, whole=False)
+    """
+
+    low: float
+    high: float
+    logarithmic: bool = False
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        checks.number(low=self.low, high=self.high)
+        if not self.low < self.high or (self.logarithmic and self.low <= 0):
+            wanted = "0 < low < high" if self.logarithmic else "low < high"
+            raise ValueError(f"Expected {wanted}, got low={self.low:g}, high={self.high:g}: write log_uniform(0.001, 1).")
+
+    @classmethod
+    def read(cls, text: str, *, whole: bool) -> Range | None:
+        """Returns the range in a text such as ``uniform(0, 1)`` or ``log_uniform(0.001, 1)``; None if it is no range."""
+        found = re.fullmatch(r"(log_)?uniform\(\s*([^,\s]+)\s*,\s*([^,\s]+)\s*\)", text.strip())
+        if found is None:
+            return None
+        try:
+            low, high = float(found[2]), float(found[3])
+        except ValueError:
+            raise ValueError(f"Expected two numbers, got {text!r}: write log_uniform(0.001, 1).") from None
+        return cls(low, high, bool(found[1]), whole)
+
+    def value(self, share: float) -> float | int:
+        """Returns the number at a share in [0, 1) of the range, to four digits."""
+        if self.logarithmic:
+            number = self.low * (self.high / self.low) ** share
+        else:
+            number = self.low + (self.high + self.whole - self.low) * share
+        return int(number) if self.whole else float(f"{number:.4g}")
+
+
+def drawn_settings(varied: Mapping[str, Sequence[Any] | Range], samples: int, seed: int) -> list[dict[str, Any]]:
+    """Returns different settings for a random search, each with a value of every name, from its range or its sequence.
+
+    The first settings of a larger number are those of a smaller one.
+
+    Args:
+      varied: the values of each name.
+      samples: the number of settings.
+      seed: the same seed gives the same settings.
+
+    Raises:
+      ValueError: there are fewer different settings.
+
+    >>> drawn_settings({"rate": Range(0.001, 1.0, logarithmic=True), "clients": [5, 10]}, samples=2, seed=0)
+    [{'rate': 0.002392, 'clients': 5}, {'rate': 0.001574, 'clients': 10}]
+    """
+    checks.whole(1, samples=samples)
+    words = np.asarray(rng.words(rng.stream(rng.root(seed), "samples")))
+    settings: list[dict[str, Any]] = []
+    for position in range(100 * samples):
+        shares = rng.generator(words, position).random(len(varied))
+        setting = {
+            name: values.value(share) if isinstance(values, Range) else values[int(share * len(values))]
+            for (name, values), share in zip(varied.items(), shares, strict=True)
+        }
+        settings += [setting] if setting not in settings else []
+        if len(settings) == samples:
+            return settings
+    raise ValueError(
+        f"Expected at most as many samples as there are different settings, got samples={samples}, of which only "
+        f"{len(settings)} differ: leave samples out, which runs all of them."
     )
 
 

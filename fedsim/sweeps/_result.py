@@ -67,13 +67,14 @@ class SweepResult:
       members: the runs that are finished, in the order of the settings and then of the seeds.
       folder: the folder of the sweep.
       interrupted: the signal that ended the sweep early.
-      varied: the values of the varied fields, also those of runs that are not finished or failed; empty: those of the members.
+      varied: the values of the varied fields, also those of runs that are not finished or failed; empty: those of the members;
+        None if the settings were drawn, so that no value is at the edge of a grid.
     """
 
     members: Sequence[SweepMember]
     folder: Path
     interrupted: signal.Signals | None = None
-    varied: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    varied: Mapping[str, Sequence[Any]] | None = dataclasses.field(default_factory=dict)
 
     def table(self) -> str:
         """Returns a table of the last evaluations, with mean and standard deviation over seeds, and the best setting.
@@ -133,8 +134,8 @@ class SweepResult:
         name = score_name(own[0].line) or ""
         setting = " ".join(f"{key}={value}" for key, value in own[0].setting.items())
         edges = []
-        for key, best in own[0].setting.items():
-            tried = [*self.varied.get(key, ()), *(member.setting[key] for member in self.members)]
+        for key, best in () if self.varied is None else own[0].setting.items():
+            tried = [*(self.varied or {}).get(key, ()), *(member.setting[key] for member in self.members)]
             if text := edge_of_grid(key, best, tried):
                 edges.append(f"edge  {text}")
         split, metric = split_and_metric(name)

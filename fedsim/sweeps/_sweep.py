@@ -46,7 +46,7 @@ Differing: TypeAlias = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
 def sweep(
     config: RunConfig,
     settings: Settings,
-    varied: Mapping[str, Sequence[Any]],
+    varied: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]],
     seeds: int | Sequence[int] = 1,
     how: How | None = None,
     table: bool | None = None,
@@ -69,7 +69,8 @@ def sweep(
     Args:
       config: the configuration.
       settings: the settings of all runs; ``folder`` is the folder of the sweep.
-      varied: fields of `RunConfig` and hyperparameters of the algorithm, with the values to try.
+      varied: fields of `RunConfig` and hyperparameters of the algorithm, with the values to try, of which all combinations run;
+        or a sequence of settings, such as those of `drawn_settings`.
       seeds: the seeds; a number n means n seeds from ``config.seed`` on.
       how: ``"vmap"`` runs as many members side by side on each device as its memory allows, ``"devices"`` one member at a time
         on each device, and ``"sequential"`` one member at a time on all devices; see `fedsim.population`. None is what the
@@ -99,7 +100,7 @@ def sweep(
         raise ValueError("Expected settings with a folder, got folder=None: give the folder of the sweep.")
     chosen_seeds = listed_seeds(seeds, config.seed)
     chosen_way(how)  # raises ValueError for an unknown way
-    if "seed" in varied:
+    if any("seed" in names for names in ([varied] if isinstance(varied, Mapping) else varied)):
         raise ValueError("Expected seeds in seeds, got seed in varied: pass seeds=[...].")
     folder = Path(settings.folder)
     members = members_of(folder, config, varied, chosen_seeds, differing)
@@ -112,7 +113,7 @@ def sweep(
     with RunFolder(folder).lock():
         imported = {id(module): module for _, own in members for module in imported_modules(own)}
         code = code_of(*(experiment[:2] for experiment in experiments), *imported.values())
-        new = {"config": dataclasses.asdict(config), "varied": dict(varied), "seeds": chosen_seeds}
+        new = {"config": dataclasses.asdict(config), "varied": _plain(varied), "seeds": chosen_seeds}
         how = _initialize(folder, new | ({"differing": differing} if differing else {}), settings, how, code)
         groups = ways(_jobs(members, experiments, settings), how, alike=False)
         with Interruption() as interruption:
@@ -123,7 +124,9 @@ def sweep(
             if RunFolder(member.folder).is_finished(own)
         ]
         stopped = interruption.signal if len(finished) + len(failed) < len(members) else None
-        result = SweepResult(members=finished, folder=folder, interrupted=stopped, varied=varied)
+        result = SweepResult(
+            members=finished, folder=folder, interrupted=stopped, varied=varied if isinstance(varied, Mapping) else None
+        )
         replace_text(folder / "members.csv", csv_of(result))
         replace_text(folder / "table.txt", result.table() + "\n")
     failures = f"{len(failed)} of {len(members)} runs failed. {folder / 'table.txt'} has the {len(finished)} that finished."
@@ -148,7 +151,7 @@ def sweep(
 def members_of(
     folder: str | Path,
     config: RunConfig,
-    varied: Mapping[str, Sequence[Any]],
+    varied: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]],
     seeds: Sequence[int],
     differing: Differing = (),
 ) -> list[tuple[SweepMember, RunConfig]]:
@@ -170,6 +173,10 @@ def members_of(
         with named(member.name):
             members.append((member, dataclasses.replace(own_config, **general, seed=seed, hyperparameters=own)))
     return members
+
+
+def _plain(varied: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]) -> Any:
+    return dict(varied) if isinstance(varied, Mapping) else [dict(setting) for setting in varied]
 
 
 def _file_name(name: str) -> str:

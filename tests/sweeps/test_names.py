@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 import optax
 import pytest
 
@@ -54,6 +55,45 @@ def test_a_sweep_over_names_runs_and_is_resumed(tmp_path, capsys):
     assert read_sweep(tmp_path / "s")["varied"]["client_optimizer"] == ["sgd(momentum=0.9)", "rmsprop"]
 
 
+def test_a_random_search_draws_from_ranges_and_from_the_given_values():
+    options = [
+        "--client-learning-rate",
+        "log_uniform(0.001, 1)",
+        "--batch-size",
+        "uniform(5, 8)",
+        "--algorithm",
+        "fedavg,fedprox",
+    ]
+    many = chosen(*options, "--samples", "200").varied
+    assert many[:20] == chosen(*options, "--samples", "20").varied != chosen(*options, "--samples", "20", "--seed", "1").varied
+    rates = np.log10([setting["client_learning_rate"] for setting in many])
+    assert rates.min() >= -3 and rates.max() < 0 and abs(rates.mean() + 1.5) < 4 * np.sqrt(9 / 12 / 200)
+    assert {setting["batch_size"] for setting in many} == {5, 6, 7, 8}
+    assert abs(sum(setting["algorithm"] == "fedavg" for setting in many) - 100) < 4 * np.sqrt(50)
+
+
+@pytest.mark.slow
+def test_a_random_search_runs_and_is_resumed(tmp_path, capsys):
+    options = [
+        "--model",
+        "digits_logistic",
+        "--rounds",
+        "2",
+        "--clients",
+        "2",
+        "--folder",
+        str(tmp_path / "s"),
+        "--no-progress",
+    ]
+    search = ["--client-learning-rate", "log_uniform(0.01, 1)", "--algorithm", "fedavg,fedprox", "--samples", "3"]
+    assert main(["run", *options, *search, "--seeds", "2"]) == 0
+    table = capsys.readouterr().out
+    assert "6 runs of 2 rounds" in table and "edge" not in table
+    assert main(["resume", str(tmp_path / "s"), "--rounds", "3", "--no-progress"]) == 0
+    assert "6 runs of 3 rounds" in capsys.readouterr().out
+    assert main(["compare", str(tmp_path / "s")]) == 0
+
+
 def test_optimizers_are_those_of_optax():
     made = build(RunConfig(client_optimizer="rmsprop(decay=0.8)", client_learning_rate=0.01), Settings()).algorithm
     params = made.model.init(jax.random.key(0))
@@ -68,6 +108,10 @@ def test_optimizers_are_those_of_optax():
         (["--algorithm", "fedavg,fedavg"], "Expected different values of --algorithm"),
         (["--algorithm", "fedavg,fedporx"], "Did you mean 'fedprox'"),
         (["--algorithm", "fedavg,fedprox", "--mu", "0.1,1"], "options that all algorithms have"),
+        (["--client-learning-rate", "log_uniform(0.1, 1)"], "Expected --samples with a range of --client-learning-rate"),
+        (["--client-learning-rate", "log_uniform(0, 1)", "--samples", "2"], "Expected 0 < low < high"),
+        (["--samples", "2"], "Expected options with several values or a range"),
+        (["--batch-size", "5,10", "--samples", "3"], "of which only 2 differ"),
     ],
 )
 def test_what_cannot_be_right_is_refused(arguments, message):
