@@ -141,6 +141,19 @@ def read_table(text: str, path: str | os.PathLike[str]) -> tuple[list[str], list
     return names, rows
 
 
+def is_number(text: str) -> bool:
+    """Returns whether a text is a finite or infinite number.
+
+    >>> is_number("1e3"), is_number("?")
+    (True, False)
+    """
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def separator_hint(names: Iterable[str]) -> str:
     """Returns what to do if names seem to be separated otherwise than by commas; empty if they do not.
 

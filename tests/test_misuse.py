@@ -235,8 +235,9 @@ def test_every_number_is_checked_when_it_is_passed(name):
 def test_every_number_of_a_model_is_checked(name):
     function = fedsim.models.MODELS[name]
     sizes = {"vocabulary": 9, "length": 4, "width": 8, "layers": 1, "heads": 2, "hidden": 8}
-    needed = {"dense": {"shape": (2,), "num_classes": 3}, "decoder": sizes}
-    needed = (needed | {"logistic": needed["dense"]}).get(name, {})
+    of_classes, of_numbers = {"shape": (2,), "num_classes": 3}, {"shape": (2,)}
+    needed = {"decoder": sizes, "dense": of_classes, "logistic": of_classes}
+    needed = (needed | {"dense_regression": of_numbers, "linear_regression": of_numbers}).get(name, {})
     for argument, kind in typing.get_type_hints(function).items():
         kinds = {*typing.get_args(kind), kind} & {*WRONG}
         sequence = typing.get_origin(kind) is not None and kinds and argument in ("hidden", "shape")

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from pathlib import Path
 
-from fedsim import datasets
+from fedsim import datasets, distributed
 from fedsim.commands._configuration import configured
 from fedsim.commands._listing import print_task
 from fedsim.commands._options import PROCESSES
@@ -30,9 +30,10 @@ def main(arguments: list[str]) -> int:
         ]
         name = "-".join([*parts, *(["sweep"] if varied or seeds else []), time.strftime("%Y%m%d-%H%M%S")])
         settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
-    if settings.progress and datasets.is_file(config.dataset):
+    settings = connected(settings, processes)
+    if settings.progress and datasets.is_file(config.dataset) and "dataset" not in varied and distributed.is_first():
         print_task(datasets.describe(config.drawn_dataset))
-    return train(config, connected(settings, processes), varied, seeds, how, differing)
+    return train(config, settings, varied, seeds, how, differing)
 
 
 def _short(text: str) -> str:

@@ -9,7 +9,9 @@ Loaded:
   y: the label. Classes are numbered in sorted order, ``int32 []``; the target of a regression is ``float32 []``.
 
 Numbers are standardized, by the mean and the standard deviation of the training examples of all clients together: this
-simulates a server that knows both, for example from an earlier round of secure aggregation.
+simulates a server that knows both, for example from an earlier round of secure aggregation. The values of a label and the
+categories of a text are those of the whole file. Examples that a run sets apart for validation (``--validation``) are training
+examples here.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ from fedsim.formats import Rows, read_rows
 from fedsim.names import did_you_mean
 from fedsim.partitioners import held_out_clients, split_within_clients
 from fedsim.pinned_files import is_pinned, pinned_path, unpinned
+from fedsim.text_files import is_number
 
 _LABELS = ("y", "label")
 _TASKS = ("classification", "regression")
 _MAX_CLASSES = 20  # Whole numbers with more values may be classes or quantities.
 _MAX_CATEGORIES = 100
 _TEST_FRACTION = 0.2
+_WITHOUT_CLASSES = ("iid", "quantity_skew")
 _UNSCALED = np.zeros((), bool)
 
 
@@ -122,6 +126,11 @@ def load_file(
         )
     kept = table.complete(columns, missing)
     target = table.target(columns.label, kept, task)
+    if partition and not target.classes and partition not in _WITHOUT_CLASSES:
+        raise ValueError(
+            f"Expected a partition that needs no classes, because {columns.label!r} has none, got partition={partition!r} "
+            f"(--partition): choose {' or '.join(_WITHOUT_CLASSES)}."
+        )
     inputs = table.inputs(columns.features, kept)
     owners = None if partition else rows.clients if not client else rows.columns[client]
     parts = _divided(
@@ -155,7 +164,7 @@ def load_file(
     return {**parts, "about": about}
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=1)
 def _rows(name: str, state: Any, text_columns: tuple[str, ...], header: bool | None) -> Rows:
     """Reads a file after a check of its hash, once for as long as its ``state`` is the same."""
     del state
@@ -211,8 +220,10 @@ class _Table:
         others = [each for each in columns if each not in (client, label)]
         names: list[str] = []
         for pattern in filter(None, (part.strip() for part in features.split(","))):
-            found = [each for each in others if fnmatch.fnmatchcase(each, pattern) and each not in names]
-            if not found and pattern not in names:
+            # A name such as "age [years]" is no pattern.
+            matching = [pattern] if pattern in others else [each for each in others if fnmatch.fnmatchcase(each, pattern)]
+            found = [each for each in matching if each not in names]
+            if not matching:
                 if pattern in (client, label):
                     raise ValueError(f"features={features!r} (--features) has {pattern!r}, the label or client: leave it out.")
                 self._check("features", "--features", pattern)
@@ -251,8 +262,10 @@ class _Table:
 
     def _check_numbers_in_text(self, name: str) -> None:
         """Raises ``ValueError`` for a column that seems to have numbers, with a few other texts such as ``?``."""
-        wrong = [row for row, text in enumerate(self.rows.columns[name]) if text and not is_number(text)]
-        if 2 * len(wrong) < len(self.rows) - int(self.rows.missing.get(name, np.False_).sum()):
+        column, absent = self.rows.columns[name], self.rows.missing.get(name, np.False_)
+        others = {text for text in set(column.tolist()) if text and not is_number(text)}
+        wrong = [row for row, text in enumerate(column) if text in others] if len(others) < len(column) / 2 else []
+        if wrong and 2 * len(wrong) < len(column) - int(absent.sum()):
             raise ValueError(
                 f"{self.path}: {self.rows.place(wrong[0])}: column {name!r} has {self.rows.columns[name][wrong[0]]!r} among "
                 f"numbers: correct it, leave the field empty if the value is missing, or leave the column out of features= "
@@ -347,19 +360,6 @@ class _Table:
         return _Values(np.concatenate(parts, axis=1), ", ".join(texts), np.concatenate(scaled_parts))
 
 
-def is_number(text: str) -> bool:
-    """Returns whether a text is a finite or infinite number.
-
-    >>> is_number("1e3"), is_number("?")
-    (True, False)
-    """
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _narrow(values: np.ndarray) -> np.ndarray:
     """Returns arrays in the dtypes of models: ``uint8`` as it is, other whole numbers ``int32``, fractions ``float32``."""
     if values.dtype.kind == "f":
@@ -436,7 +436,7 @@ def _standardized(parts: Mapping[str, FederatedData], name: str, scaled: np.ndar
         mean = np.where(scaled, train.mean(axis=axes), 0.0)
         found = train.std(axis=axes)
         # The deviation of a constant column may be a rounding error of its mean.
-        is_constant = found <= 1e-9 * np.abs(train).max(axis=axes)
+        is_constant = found <= 1e-13 * np.abs(train).max(axis=axes)
         deviation = np.where(scaled & ~is_constant, found, 1.0)
     note = ""
     if scaled.any():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,12 @@ def image_files(folder: Path) -> list[Path]:
     return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts))
 
 
-def read_images(files: Sequence[Path]) -> np.ndarray:
+def read_images(files: Sequence[Path | bytes], names: Sequence[str]) -> np.ndarray:
     """Returns images ``uint8 [n, height, width, channels]``, with 1 channel if all are grey, and 3 otherwise.
+
+    Args:
+      files: the files, or their contents.
+      names: what messages call them.
 
     Raises:
       ImportError: Pillow is not installed.
@@ -32,20 +37,20 @@ def read_images(files: Sequence[Path]) -> np.ndarray:
         raise ImportError("Folders of images need Pillow, which is not installed: pip install pillow.") from error
     images: list[Any] = []
     grey = True
-    for file in files:
+    for file, name in zip(files, names, strict=True):
         try:
-            with Image.open(file) as image:
+            with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
                 grey = grey and image.mode in ("1", "L", "LA")
                 if images and image.size != images[0].size:
                     raise FormatError(
-                        f"{file} has {image.size[0]} by {image.size[1]} pixels, and {files[0]} has {images[0].size[0]} by "
+                        f"{name} has {image.size[0]} by {image.size[1]} pixels, and {names[0]} has {images[0].size[0]} by "
                         f"{images[0].size[1]}: resize the images to one size."
                     )
                 images.append(image.convert("L" if grey else "RGB"))
         except (OSError, SyntaxError, ValueError) as error:
             if isinstance(error, FormatError):
                 raise
-            raise FormatError(f"{file}: truncated or damaged, or no image ({error}).") from None
+            raise FormatError(f"{name}: truncated or damaged, or no image ({error}).") from None
     pixels = [np.asarray(image if image.mode == ("L" if grey else "RGB") else image.convert("RGB")) for image in images]
     stacked = np.stack(pixels)
     return stacked[..., np.newaxis] if grey else stacked

@@ -29,6 +29,7 @@ from fedsim.formats._table import (
     place_in_table,
     pyarrow_module,
 )
+from fedsim.text_files import is_number
 
 _SPLITS = ("train", "test")
 _SUFFIXES = {".csv", ".tsv", ".parquet", ".json", ".jsonl", ".ndjson", ".npz", ".h5", ".hdf5", ".sqlite"}
@@ -153,9 +154,18 @@ def _kind(source: Path) -> str:
                 "save_to_disk has written, possibly in the folders train and test; or give a file."
             )
         return recognize(source)
+    if source.suffix.lower() in (".xlsx", ".xls", ".ods"):
+        raise FormatError(f"{source} is a spreadsheet: save it as CSV.")
     if zipfile.is_zipfile(source) and source.suffix == ".npz":
         return "npz"
-    kind = recognize(source)
+    try:
+        kind = recognize(source)
+    except FormatError:
+        if {".csv", ".tsv"}.isdisjoint(source.suffixes) or not source.stat().st_size:
+            raise
+        kind = "csv"  # whose texts have another encoding, perhaps, which its reader says with the line
+    if kind == "csv" and ".json" in source.suffixes:
+        raise FormatError(f"{source} is no JSON that can be read: write an object per line, without brackets around them.")
     return "rows" if kind == "json_lines" and not _has_client_per_line(source) else kind
 
 
@@ -214,20 +224,20 @@ def _read_csv(source: Path, text_columns: Sequence[str], header: bool | None) ->
             check_separator(source, parsing.delimiter)
         with open_decompressed(source) as file:
             content = file.read()
-        first = next(
-            rows_of_csv(io.StringIO(content[: 1 << 20].decode("utf-8-sig", "replace")), delimiter=parsing.delimiter), []
-        )
-        if header is None:
-            _check_header(first)
-        names = first if header is not False else [f"column_{i + 1}" for i in range(len(first))]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise FormatError(f"line 1: two columns have the name {twice!r}: rename one of them.")
+        try:
+            content.decode()
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            raise FormatError(f"line {line}: not UTF-8, got {content[error.start : error.end]!r}: save it as UTF-8.") from None
+        start = io.StringIO(content[: 1 << 20].decode("utf-8-sig", "replace"), newline="")
+        first = next(filter(None, rows_of_csv(start, delimiter=parsing.delimiter)), [])
+        if header is not False:
+            _check_header(first, header)
         if len(content) > _MAX_BLOCK:
             raise FormatError("the file has more than 2 GiB: convert it with fedsim datasets convert, and give the .h5 file.")
-        reading = csv.ReadOptions(
-            block_size=max(len(content), 1) + 1, column_names=names, skip_rows_after_names=0, skip_rows=int(header is not False)
-        )
+        # Arrow reads the names from the first row if it gets none.
+        names = [f"column_{i + 1}" for i in range(len(first))] if header is False else []
+        reading = csv.ReadOptions(block_size=len(content) + 1, column_names=names)
 
         def table(texts: Sequence[str]) -> Any:
             converting = csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()), strings_can_be_null=False)
@@ -237,26 +247,25 @@ def _read_csv(source: Path, text_columns: Sequence[str], header: bool | None) ->
             found = table(text_columns)
             dates = [field.name for field in found.schema if pa.types.is_temporal(field.type)]
             found = table([*text_columns, *dates]) if dates else found
+        if header is not False and found.column_names != first:
+            raise FormatError(
+                f"line 1: cannot read the names of the columns, {found.column_names}: write them in the first line."
+            )
         offset = 0 if header is not False else -1
         return _of_table(found, lambda row: place_in_table(source, row + offset))
 
 
-def _check_header(names: list[str]) -> None:
-    numbers = [name for name in names if _is_number(name)]
-    if numbers:
+def _check_header(names: list[str], header: bool | None) -> None:
+    """Raises `FormatError` if names occur twice or, unless ``header`` says that they are names, if one is a number."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise FormatError(f"line 1: two columns have the name {twice[0]!r}: rename one of them, or give header=False.")
+    numbers = [name for name in names if is_number(name)]
+    if numbers and header is None:
         raise FormatError(
             f"line 1: the file seems to have no header, because its first line has the value {numbers[0]!r} where the name of "
             "a column is expected: write a line with names above it, or give header=False (--header False), which names "
             "the columns column_1, column_2, ...; if it is a name, header=True."
         )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _read_parquet(source: Path) -> Rows:
@@ -371,7 +380,8 @@ def _read_images(folder: Path) -> Rows:
     names = ["folder"] if depth == 1 else [f"folder_{i + 1}" for i in range(depth)]
     parts = zip(*(file.relative_to(folder).parts[:-1] for file in files), strict=True)
     columns = {name: _texts(part) for name, part in zip(names, parts, strict=True)}
-    return _of_arrays(columns | {"image": read_images(files)}, place=lambda row: str(files[row].relative_to(folder)))
+    images = read_images(files, list(map(str, files)))
+    return _of_arrays(columns | {"image": images}, place=lambda row: str(files[row].relative_to(folder)))
 
 
 def _of_clients(data: FederatedData) -> Rows:
@@ -412,8 +422,11 @@ def _of_table(table: Any, place: Callable[[int], str]) -> Rows:
         absent = array.is_null().to_numpy(zero_copy_only=False)
         try:
             column = _filled(array, absent)
-        except FormatError:
+        except UnicodeDecodeError:  # bytes that are no text, such as the content of a file
             unsupported[name] = str(array.type)
+            continue
+        except FormatError as error:
+            unsupported[name] = f"{array.type} ({error})" if _is_image(array.type) else str(array.type)
             continue
         absent = absent | (column == "" if column.dtype == object else _is_nan(column))
         columns[name] = column
@@ -434,15 +447,28 @@ def _filled(array: Any, absent: np.ndarray) -> np.ndarray:
     pa = pyarrow_module()
     if pa.types.is_null(array.type):  # a column without any value
         return np.full(len(array), np.nan)
-    present = arrow_column("", array.drop_null() if absent.any() else array)
+    values = array.drop_null() if absent.any() else array
+    if _is_image(array.type):
+        contents = values.field("bytes").to_pylist()
+        if None in contents:
+            raise FormatError("images are stored as paths: store their content")
+        present = read_images(contents, [f"image {i}" for i in range(len(contents))])
+    else:
+        present = arrow_column("", values)
     if present.dtype == object:
-        present = _texts([each.decode("utf-8", "replace") for each in present])
+        present = _texts([each.decode() for each in present])
     if not absent.any():
         return present
     filled = np.full((len(array), *present.shape[1:]), "" if present.dtype == object else np.nan)
     filled = filled.astype(object) if present.dtype == object else filled
     filled[~absent] = present
     return filled
+
+
+def _is_image(kind: Any) -> bool:
+    """Returns whether an Arrow type is that of Hugging Face's images, which Parquet files may have, too."""
+    pa = pyarrow_module()
+    return pa.types.is_struct(kind) and {kind.field(i).name for i in range(kind.num_fields)} == {"bytes", "path"}
 
 
 def _type(column: np.ndarray) -> str:

@@ -159,8 +159,8 @@ def lengths_checked(path: Path) -> Iterator[None]:
         yield
     except pyarrow_module().ArrowInvalid:
         with open_decompressed(path) as file:
-            lines = rows_of_csv(io.TextIOWrapper(file, errors="replace", newline=""), delimiter=delimiter_of(path))
-            columns = len(next(lines, []))
+            lines = rows_of_csv(io.TextIOWrapper(file, "utf-8-sig", "replace", newline=""), delimiter=delimiter_of(path))
+            columns = len(next(filter(None, lines), []))
             for row in lines:
                 if row and len(row) != columns:
                     raise FormatError(
@@ -175,7 +175,7 @@ def place_in_table(path: Path, row: int) -> str:
     with open_decompressed(path) as file:
         if file.peek(4)[:4] == _PARQUET:  # type: ignore[attr-defined]
             return f"row {row}"
-        lines = rows_of_csv(io.TextIOWrapper(file, errors="replace", newline=""), delimiter=delimiter_of(path))
+        lines = rows_of_csv(io.TextIOWrapper(file, "utf-8-sig", "replace", newline=""), delimiter=delimiter_of(path))
         next(itertools.islice(filter(None, lines), row + 1, None))
         return f"line {lines.line_num}"
 

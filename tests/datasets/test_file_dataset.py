@@ -64,6 +64,22 @@ def test_named_texts_are_categories_and_other_texts_are_left_out_with_a_warning(
         assert datasets.load(name_of(tmp_path, features="")).train.columns["x"].shape[1] == 3
 
 
+def test_a_name_with_brackets_is_no_pattern_and_row_numbers_of_pandas_are_left_out(table, tmp_path):
+    table.rename(columns={"age": "age [years]"}).to_csv(tmp_path / "people.csv")
+    named, others = (datasets.load(name_of(tmp_path, features=names)).train.columns["x"] for names in ("age [years]", "a*,i*"))
+    np.testing.assert_array_equal(named, others[:, :1])
+    with pytest.warns(UserWarning, match="left out the column without a name, city"):
+        assert datasets.load(name_of(tmp_path, features="")).train.columns["x"].shape[1] == 3
+
+
+def test_large_numbers_that_differ_little_are_standardized(tmp_path):
+    times = 1.7e9 + np.arange(40)
+    (tmp_path / "a.csv").write_text("t,one,y\n" + "".join(f"{t:.0f},0.1,{i % 2}\n" for i, t in enumerate(times)))
+    x = datasets.load(f"{tmp_path}/a.csv", partition="iid", clients=2, test_fraction=0.5).train.columns["x"]
+    np.testing.assert_allclose([x[:, 0].mean(), x[:, 0].std()], [0, 1], atol=1e-5)
+    np.testing.assert_allclose(x[:, 1], 0, atol=1e-6)  # a constant column
+
+
 def test_splits_by_client_and_by_seed(table, tmp_path):
     name = name_of(tmp_path, split="by_client", test_fraction=0.5)
     first, again, other = (datasets.load(name, seed=seed) for seed in (0, 0, 1))
@@ -135,6 +151,10 @@ def test_arrays_keep_their_shapes_and_whole_numbers(tmp_path):
         ({"task": "regression"}, "label 'band' is text, such as '.*', got task='regression'"),
         ({"task": "clustering"}, "task='clustering'"),
         ({"partition": "iid"}, "client or partition, got client='user' and partition='iid'"),
+        (
+            {"client": "", "label": "price", "partition": "shards"},
+            "no classes, because 'price' has none, got partition='shards'",
+        ),
         ({"alpha": 0.1}, "no option 'alpha' without a partition"),
         ({"features": "band"}, r"has 'band', the label or client"),
         ({"test_fraction": 0.01}, "no examples are left for test, because the 6 clients have 20.0 on average"),

@@ -90,6 +90,17 @@ def test_images_in_folders_have_the_names_of_the_folders_as_columns(tmp_path):
         read_rows(tmp_path)
 
 
+def test_images_in_a_table_are_those_of_hugging_face(tmp_path):
+    datasets, Image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 256, [3, 4, 5], np.uint8)
+    features = datasets.Features(image=datasets.Image())
+    whole = datasets.Dataset.from_dict({"image": [Image.fromarray(each) for each in pixels]}, features=features)
+    whole.save_to_disk(tmp_path / "a")
+    whole.to_parquet(tmp_path / "a.parquet")
+    for name in ("a", "a.parquet"):
+        np.testing.assert_array_equal(read_rows(tmp_path / name).columns["image"], pixels[..., np.newaxis])
+
+
 def test_missing_values_have_the_lines_of_the_file(tmp_path):
     (tmp_path / "a.csv").write_text('user,x,city\nann,1,Bern\n\nbob,,"New\nYork"\nbob,NA,NA\neve,nan,\n')
     rows = read_rows(tmp_path / "a.csv")
@@ -98,6 +109,12 @@ def test_missing_values_have_the_lines_of_the_file(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"x": 1, "z": null}\n\n{"z": null}\n')
     rows = read_rows(tmp_path / "a.jsonl")
     assert [rows.place(row) for row in np.flatnonzero(rows.missing["x"])] == ["line 3"] and rows.missing["z"].all()
+
+
+def test_names_of_columns_may_follow_empty_lines_and_be_numbers_if_they_are_said_to_be_names(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf\r\n2020,2021\r\n1,2\r\n3,\r\n")
+    rows = read_rows(tmp_path / "a.csv", header=True)
+    assert list(rows.columns) == ["2020", "2021"] and rows.place(1) == "line 4"
 
 
 def test_ids_are_read_as_text_on_request(tmp_path):
@@ -121,13 +138,15 @@ def test_a_type_that_is_no_feature_is_reported_and_not_read(tmp_path):
         ("a.csv", "a,b\n", "a.csv has no rows"),
         ("a.csv", "a;b\n1;2\n", "separated by ';'"),
         ("a.csv", "", "an empty file"),
+        ("a.csv", "a,b\n1,2\nZ\xfcrich,3\n".encode("latin-1"), r"line 3: not UTF-8, got b'\\xfc': save it as UTF-8"),
+        ("a.json", '[{"x": 1, "y": 2}]', "no JSON that can be read: write an object per line, without brackets"),
         ("a.jsonl", '{"x": 1}\n\n{"x": "b"}\n', "line 3: column 'x' is str here and a number in line 1"),
         ("a.jsonl", '{"x": 1}\n{"x": \n', "line 2: .*expected an object per line"),
         ("a.jsonl", '{"x": 1}\n[1]\n', r"line 2: Expected an object.* got list"),
     ],
 )
 def test_errors_name_the_file_the_line_and_a_remedy(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(FormatError, match=message):
         read_rows(tmp_path / name)
 
