@@ -114,7 +114,7 @@ def load_file(
     if rows.clients is None and not client and not partition:
         raise ValueError(
             f"{path} does not say which client has which row: give the column with the clients, client= (--client-column), one "
-            f"of {', '.join(rows.columns)}; or divide the rows by partition= (--partition), such as iid."
+            f"of {table.listed()}; or divide the rows by partition= (--partition), such as iid."
         )
     if client and partition:
         raise ValueError(f"Expected client or partition, got client={client!r} and partition={partition!r}: leave one out.")
@@ -210,13 +210,18 @@ class _Table:
         columns = self.rows.columns
         if client:
             self._check("client", "--client-column", client)
+            if columns[client].ndim > 1:
+                raise ValueError(
+                    f"{self.path}: column {client!r} has arrays {list(columns[client].shape[1:])}, got client={client!r} "
+                    f"(--client-column): give a column with one value per row, one of {self.listed()}."
+                )
         if label:
             self._check("label", "--label", label)
         else:
             folders = [each for each in columns if "image" in columns and each.startswith("folder") and each != client]
             label = next((each for each in (*_LABELS, *reversed(folders)) if each in columns), "")
         if not label:
-            raise ValueError(f"{self.path}: give the column with the labels, label= (--label), one of {', '.join(columns)}.")
+            raise ValueError(f"{self.path}: give the column with the labels, label= (--label), one of {self.listed()}.")
         others = [each for each in columns if each not in (client, label)]
         names: list[str] = []
         for pattern in filter(None, (part.strip() for part in features.split(","))):
@@ -246,6 +251,10 @@ class _Table:
                 f"{self.path} has no column of numbers besides the label and the client: name others in features=."
             )
         return _Chosen(label, names, [*names, label, *([client] if client else [])])
+
+    def listed(self) -> str:
+        """Returns the names of the columns with one value per row, which may be those of labels and clients."""
+        return ", ".join(name for name, column in self.rows.columns.items() if column.ndim == 1)
 
     def _check(self, option: str, flag: str, name: str) -> None:
         if name in self.rows.unsupported:

@@ -131,6 +131,8 @@ def test_arrays_keep_their_shapes_and_whole_numbers(tmp_path):
     draw = np.random.default_rng(0)
     images, labels = draw.integers(0, 256, [40, 4, 4, 1], np.uint8), draw.integers(0, 3, 40)
     np.savez(tmp_path / "a.npz", x=images, y=labels, user=np.arange(40) % 4)
+    with pytest.raises(ValueError, match=r"column 'x' has arrays \[4, 4, 1\], got client='x'.*one of y, user"):
+        datasets.load(f"{tmp_path}/a.npz", client="x")
     splits = datasets.load(f"{tmp_path}/a.npz", client="user", features="x")
     both = np.concatenate([splits.train.columns["x"], splits.test.columns["x"]])
     assert both.dtype == np.uint8
