@@ -284,7 +284,7 @@ def with_hash(name: str) -> str:
     >>> path = Path(tempfile.mkdtemp()) / "a.csv"
     >>> _ = path.write_text("x,y\\n1,2\\n")
     >>> with_hash(f"{path}(label='y')").removeprefix(f"file:{path.resolve()}")
-    "#sha256=1d23d7ee01c4d4e9(label='y')"
+    "#sha256=81bf9fa83c6f7f15(label='y')"
     """
     base, options = _parse(name)
     if not base.startswith(_FILE):
