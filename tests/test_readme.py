@@ -82,6 +82,8 @@ def test_commands_and_options_exist(capsys):
                 assert option in shown, shlex.join(arguments)
             continue
         given = dict(itertools.pairwise(arguments))
+        if given.get("--dataset", "").endswith(".csv"):  # There is no such file.
+            del given["--dataset"]
         choice = [word for name in ("--dataset", "--algorithm") if name in given for word in (name, given[name])]
         with pytest.raises(SystemExit) as exit_:
             commands.main(["run", *choice, "--help"])

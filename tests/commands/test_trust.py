@@ -101,7 +101,6 @@ def test_code_in_any_field_is_found(text):
         ["plan", "--from"],
         ["evaluate"],
         ["bisect"],
-        ["export", "o.npz"],
     ],
 )
 def test_no_text_of_another_user_s_folder_runs_code(command, tmp_path, capsys):

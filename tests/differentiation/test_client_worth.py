@@ -46,6 +46,7 @@ def loss_with(algorithm, sampler, rounds, objective):
     return loss
 
 
+@pytest.mark.slow
 def test_worth_is_the_derivative_in_each_weight():
     given = task(6, rounds=3, cohort=3, partition="dirichlet", alpha=0.5)
     algorithm, sampler, rounds, objective = given

@@ -34,6 +34,7 @@ def test_members_have_the_configurations_of_separate_runs():
     assert {own.hyperparameters.get("mu") for _, own in members} == {0.5, None}
 
 
+@pytest.mark.slow
 def test_a_sweep_over_names_runs_and_is_resumed(tmp_path, capsys):
     options = [
         "--model",
