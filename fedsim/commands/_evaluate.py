@@ -6,10 +6,9 @@ import textwrap
 from typing import Literal
 
 from fedsim import experiment
-from fedsim.commands._options import RUNS_CODE, TRUST, Option, options_of, parse
-from fedsim.commands._training import use_devices
-from fedsim.experiment import Settings
-from fedsim.experiment.driving import check_trusted, evaluation_line, is_sweep
+from fedsim.commands._options import RUNS_CODE, TRUST, Option
+from fedsim.commands._training import options_of_stored_run
+from fedsim.experiment.driving import evaluation_line
 
 _ABOUT = f"Evaluate the model of the run in FOLDER. Nothing is written into the folder. {RUNS_CODE}"
 _USAGE = f"""\
@@ -31,14 +30,7 @@ def main(arguments: list[str]) -> int:
         print(_USAGE)
         return 0 if {"-h", "--help"} & set(arguments) else 2
     folder, *rest = arguments
-    stored = {"settings": {}} if is_sweep(folder) else experiment.read_config(folder)
-    names = "execution", "devices", "mesh", "memory"
-    speed = {name: option for name, option in options_of(Settings, stored["settings"]).items() if name in names}
-    chosen = parse(_OPTIONS | speed, rest, "fedsim evaluate FOLDER", _ABOUT)
-    if "config" in stored and not chosen["trust"]:
-        check_trusted(folder, stored)
-    settings = Settings(**{name: chosen[name] for name in speed})
-    use_devices(settings.num_devices)
+    chosen, settings = options_of_stored_run(folder, rest, _OPTIONS, "fedsim evaluate FOLDER", _ABOUT)
     run = experiment.load(folder, which=chosen["which"], settings=settings)
     data = {"test": run.test_data, "validation": run.validation_data, "train": run.train_data}[chosen["split"]]
     if data is None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 
-from fedsim import experiment
-from fedsim.commands._options import RUNS_CODE, TRUST, Option, options_of, parse
-from fedsim.commands._training import use_devices
-from fedsim.experiment import Settings
-from fedsim.experiment.driving import RunRound, check_trusted, is_sweep, stored_run
+from fedsim.commands._options import RUNS_CODE, TRUST, Option
+from fedsim.commands._training import options_of_stored_run
+from fedsim.experiment.driving import RunRound
 
 _ABOUT = (
     "Run one client's round of the run in FOLDER again, alone and in plain Python, so that prints and breakpoints in the "
@@ -35,16 +33,7 @@ def main(arguments: list[str]) -> int:
         print(_USAGE)
         return 0 if {"-h", "--help"} & set(arguments) else 2
     folder, *rest = arguments
-    stored = {"settings": {}} if is_sweep(folder) else experiment.read_config(folder)
-    names = "execution", "devices", "mesh", "lanes", "memory", "deterministic"
-    speed = {name: option for name, option in options_of(Settings, stored["settings"]).items() if name in names}
-    chosen = parse(_OPTIONS | speed, rest, "fedsim replay FOLDER", _ABOUT)
-    if "hyperparameters" in stored.get("config", {}):
-        stored_run(folder, stored)
-    if "config" in stored and not chosen["trust"]:
-        check_trusted(folder, stored)
-    settings = Settings(**{name: chosen[name] for name in speed})
-    use_devices(settings.num_devices)
+    chosen, settings = options_of_stored_run(folder, rest, _OPTIONS, "fedsim replay FOLDER", _ABOUT)
     of_run = RunRound.read(folder, chosen["round"], settings)
     print(of_run.table() if chosen["client"] is None else of_run.replay(chosen["client"]))
     return 0

@@ -1,4 +1,4 @@
-"""What `fedsim run` and `fedsim resume` have in common: the devices, and a run or a sweep on them."""
+"""What commands that train, or read a run, have in common: devices, options of a stored run, and a run or a sweep."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import jax
 
 import fedsim
 from fedsim import experiment
-from fedsim.commands._options import Option
+from fedsim.commands._options import Option, options_of, parse
 from fedsim.experiment import How, RunConfig, Settings, run_experiment
+from fedsim.experiment.driving import check_trusted, is_sweep, stored_run
 from fedsim.sweeps import Differing, sweep
 
 HOW = Option(
@@ -30,6 +31,34 @@ def use_devices(count: int | None = None) -> None:
         # If JAX has started already, the caller has chosen its devices.
         warnings.simplefilter("ignore", UserWarning)
         fedsim.use_all_cores(count)
+
+
+def options_of_stored_run(
+    folder: str, arguments: list[str], options: Mapping[str, Option], program: str, about: str
+) -> tuple[dict[str, Any], Settings]:
+    """Returns the options of a command that reads a run, and how it is executed; the defaults are those of the run.
+
+    Args:
+      folder: of the run.
+      arguments: those after the folder.
+      options: of the command, with ``trust``.
+      program, about: for the help.
+
+    Raises:
+      SystemExit: after ``--help``, or for wrong options.
+      ValueError: there is no run, or its configuration names code and is not trusted.
+    """
+    stored = {"settings": {}} if is_sweep(folder) else experiment.read_config(folder)
+    names = "execution", "devices", "mesh", "lanes", "memory", "deterministic"
+    speed = {name: option for name, option in options_of(Settings, stored["settings"]).items() if name in names}
+    chosen = parse(options | speed, arguments, program, about)  # type: ignore[operator]
+    if "hyperparameters" in stored.get("config", {}):
+        stored_run(folder, stored)
+    if "config" in stored and not chosen["trust"]:
+        check_trusted(folder, stored)
+    settings = Settings(**{name: chosen.pop(name) for name in speed})
+    use_devices(settings.num_devices)
+    return chosen, settings
 
 
 def connected(settings: Settings, processes: Mapping[str, Any]) -> Settings:
