@@ -20,6 +20,8 @@ from fedsim.models._decoder import lm_8b as lm_8b
 from fedsim.models._decoder import lm_350m as lm_350m
 from fedsim.models._decoder import lm_tiny as lm_tiny
 from fedsim.models._dense import dense as dense
+from fedsim.models._dense import dense_regression as dense_regression
+from fedsim.models._dense import linear_regression as linear_regression
 from fedsim.models._dense import logistic as logistic
 from fedsim.models._digits import digits_dense as digits_dense
 from fedsim.models._digits import digits_logistic as digits_logistic

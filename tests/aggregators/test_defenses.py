@@ -362,6 +362,7 @@ EXECUTIONS = {"jit, 3 lanes": fedsim.Jit(lanes=3), "pmap, 2 devices": fedsim.Pma
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("how", EXECUTIONS)
+@pytest.mark.slow
 def test_fltrust_against_numpy_in_a_round(how):
     population = federation.data()
     root = {name: column[:5] for name, column in population.columns.items()}

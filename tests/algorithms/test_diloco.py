@@ -159,6 +159,7 @@ def test_fragments_with_a_delay_are_a_plain_loop_over_steps():
         assert info.clients["num_steps"].tolist() == [8, 8]
 
 
+@pytest.mark.slow
 def test_fragments_have_rows_of_stacked_layers():
     """One worker whose server takes its parameters trains centrally, and a fragment is what it was when it was sent."""
     model = fedsim.models.decoder(11, length=5, width=8, layers=2, heads=2, hidden=12)

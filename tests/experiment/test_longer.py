@@ -75,6 +75,7 @@ def test_an_unfinished_run_gets_more_or_fewer_rounds(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("how", ["sequential", "devices"])
+@pytest.mark.slow
 def test_a_longer_sweep_equals_one_from_the_start(how, tmp_path):
     options = ["--client-learning-rate", "0.05,0.1", "--how", how]
     run(tmp_path / "long", 7, *options)
