@@ -10,6 +10,11 @@ from typing import Any
 
 History = Sequence[Mapping[str, Any]]
 
+# Names of metrics of an evaluation begin with that of the data. What is chosen is chosen by the first of these that a run has.
+SPLITS = ("validation", "test")
+# By the first of these that an evaluation has, it is ranked.
+USUAL_METRICS = ("personal_accuracy", "accuracy", "loss")
+
 
 def metric_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Returns the lines that can be read, and the numbers of the others, without that of an incomplete last line.

@@ -20,18 +20,13 @@ def main(arguments: list[str]) -> int:
     about = "Train, evaluate, and write metrics, checkpoints and a picture to a run folder."
     config, settings, varied, seeds, how, processes, differing, _ = configured(arguments, "fedsim run", about, PROCESSES)
     if settings.folder is None:
-        of_names = [names for names, _ in differing]
-        several = {
-            name: {names[name] for names in of_names} for name in ("dataset", "algorithm") if name in (of_names or [{}])[0]
-        }
-        parts = [
-            f"{len(several[name])}-{name}s" if name in several else _short(getattr(config, name))
-            for name in ("dataset", "algorithm")
-        ]
+        several = {name: {names[name] for names, _ in differing if name in names} for name in ("dataset", "algorithm")}
+        parts = [f"{len(values)}-{name}s" if values else _short(getattr(config, name)) for name, values in several.items()]
         name = "-".join([*parts, *(["sweep"] if varied or seeds else []), time.strftime("%Y%m%d-%H%M%S")])
         settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
     settings = connected(settings, processes)
-    if settings.progress and datasets.is_file(config.dataset) and "dataset" not in varied and distributed.is_first():
+    is_single = "dataset" not in (differing[0][0] if differing else ())
+    if settings.progress and is_single and datasets.is_file(config.dataset) and distributed.is_first():
         print_task(datasets.describe(config.drawn_dataset))
     return train(config, settings, varied, seeds, how, differing)
 

@@ -14,7 +14,7 @@ from fedsim import experiment
 from fedsim.commands._options import Option, options_of, parse
 from fedsim.experiment import How, RunConfig, Settings, run_experiment
 from fedsim.experiment.driving import check_trusted, is_sweep, stored_run
-from fedsim.sweeps import Differing, sweep
+from fedsim.sweeps import Differing, Varied, sweep
 
 HOW = Option(
     "execution (speed only)",
@@ -87,7 +87,7 @@ def connected(settings: Settings, processes: Mapping[str, Any]) -> Settings:
 
 
 def train(
-    config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]],
+    config: RunConfig, settings: Settings, varied: Varied,
     seeds: int | Sequence[int] | None, how: experiment.How | None, differing: Differing = (),
 ) -> int:  # fmt: skip
     """Trains a run, or a sweep if options have several values or there are several seeds; returns the exit status."""

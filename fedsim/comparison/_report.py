@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.comparison._outcome import Outcome, outcome_of
-from fedsim.comparison._runs import SPLITS, RecordedRun, differing_fields, preferred_metric
-from fedsim.run_files import megabytes_of, rounds_of, simulated_seconds_of, wall_seconds_of
+from fedsim.comparison._runs import RecordedRun, differing_fields, preferred_metric
+from fedsim.run_files import SPLITS, megabytes_of, rounds_of, simulated_seconds_of, wall_seconds_of
 
 _MOST_POINTS = 400  # of a curve with a value per round
 _MOST_CLIENTS = 200  # points of a distribution over clients
@@ -105,9 +105,10 @@ def _runs_table(runs: Sequence[RecordedRun], names: Sequence[str], differing: Se
 
 def _outcomes(run: RecordedRun) -> dict[str, Outcome]:
     """Returns what a run has reached in each metric; rounds are selected by validation data, if there are any."""
-    names = [name for name in run.last if run.better(name)]
-    preferred = [name for split in SPLITS if (own := [n for n in names if n.startswith(f"{split}_")]) for name in [_first(own)]]
-    return {name: outcome_of(run, name, preferred[0]) for name in run.last} if preferred else {}
+    for split in SPLITS:
+        if names := [name for name in run.last if run.better(name) and name.startswith(f"{split}_")]:
+            return {name: outcome_of(run, name, _first(names)) for name in run.last}
+    return {}
 
 
 def _first(names: Sequence[str]) -> str:

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.names import better_by_name
-from fedsim.run_files import History, metric_lines
+from fedsim.run_files import SPLITS, USUAL_METRICS, History, metric_lines
 
 # They differ between seeds, also in runs that were started in Python.
 _OF_THE_SEED = ("seed", "root_key", "cohorts (hash)")
-SPLITS = ("validation", "test")
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
 _PREFIXES = tuple(f"{split}_" for split in SPLITS)
-_PREFERRED = ("personal_accuracy", "accuracy", "loss")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -238,13 +236,13 @@ def preferred_metric(names: Sequence[str]) -> str | None:
     'accuracy'
     """
     metrics = [name.partition("_")[2] for name in names]
-    return next((name for name in _PREFERRED if name in metrics), None)
+    return next((name for name in USUAL_METRICS if name in metrics), None)
 
 
 def _most_important(names: Sequence[str]) -> list[str]:
     """Returns the names of losses and accuracies, test data first; all names if there are none."""
     different = list(dict.fromkeys(names))
-    known = [f"{split}_{metric}" for split in reversed(SPLITS) for metric in _PREFERRED]
+    known = [f"{split}_{metric}" for split in reversed(SPLITS) for metric in USUAL_METRICS]
     return [name for name in known if name in different] or different
 
 

@@ -65,6 +65,7 @@ def with_validation(splits: FederatedSplits, validation: str | None, seed: int) 
             )
         train, apart = held_out_clients(data, clients=count, seed=seed)
     else:
+        # Both parts have the shares of labels of the client, if there is one label per example.
         labels = "y" if "y" in data.columns and data.columns["y"].ndim == 1 and data.columns["y"].dtype.kind in "iub" else None
         parts = split_within_clients(data, {"train": 1 - fraction, "validation": fraction}, seed=seed, labels=labels)
         train, apart = parts["train"], parts["validation"]

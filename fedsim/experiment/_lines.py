@@ -15,6 +15,7 @@ from fedsim.data import FederatedData
 from fedsim.evaluation import Evaluation
 from fedsim.metrics import Better, better_of
 from fedsim.rounds import RoundInfo
+from fedsim.run_files import SPLITS, USUAL_METRICS
 
 Line = dict[str, Any]
 
@@ -75,9 +76,6 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
         | {"seconds": seconds / rounds}
         for i in range(rounds)
     ]
-
-
-SPLITS = ("validation", "test")
 
 
 def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int, split: str = "test") -> Line:
@@ -148,7 +146,7 @@ def score_name(line: Line) -> str | None:
     for split in SPLITS:
         if metrics := scalar_metrics(line, split):
             names = [name for name in metrics if _better(line, name)]
-            preferred = (f"{split}_{name}" for name in ("personal_accuracy", "accuracy", "loss"))
+            preferred = (f"{split}_{name}" for name in USUAL_METRICS)
             return next((name for name in preferred if name in names), names[0] if names else None)
     return None
 

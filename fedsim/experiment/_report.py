@@ -9,8 +9,9 @@ from typing import Any
 
 from fedsim.execution import Execution, Jit, is_gpu
 from fedsim.experiment._divergence import is_diverged
-from fedsim.experiment._lines import SPLITS, Line, best_round, scalar_metrics, score_name
+from fedsim.experiment._lines import Line, best_round, scalar_metrics, score_name
 from fedsim.plots._canvas import BLUE, GREEN, GREY, ORANGE, add_legend, new_figure, shorten, whole_ticks
+from fedsim.run_files import SPLITS
 from fedsim.samplers import Attacked
 
 _MOST_SHOWN = 10

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from fedsim import checks
-from fedsim.experiment._lines import Line, is_better
+from fedsim.experiment._lines import Line, is_better, scalar_metrics
 from fedsim.names import make
 from fedsim.run_files import megabytes_of
 
@@ -154,8 +154,7 @@ def _evaluations(history: Sequence[Line], metric: str) -> list[Line]:
     """Returns the lines of the evaluations that have a metric of the validation data."""
     name = f"{_SPLIT}_{metric}"
     lines = [line for line in history if name in line]
-    names = [known for line in history for known in line if known.startswith(f"{_SPLIT}_") and "_clients_" not in known]
-    if not lines and names:
+    if not lines and (names := [known for line in history for known in scalar_metrics(line, _SPLIT)]):
         known = ", ".join(dict.fromkeys(each.removeprefix(f"{_SPLIT}_") for each in names))
         raise ValueError(f"Expected a metric of the validation data, got metric={metric!r}: choose one of {known}.")
     return lines

@@ -20,7 +20,6 @@ from fedsim.experiment._folder import resume_command as resume_command
 from fedsim.experiment._folder import stored_run as stored_run
 from fedsim.experiment._folder import sweep_file as sweep_file
 from fedsim.experiment._folder import warn_of_changed_code as warn_of_changed_code
-from fedsim.experiment._lines import SPLITS as SPLITS
 from fedsim.experiment._lines import Line as Line
 from fedsim.experiment._lines import evaluation_line as evaluation_line
 from fedsim.experiment._lines import round_lines as round_lines

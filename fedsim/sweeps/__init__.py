@@ -14,4 +14,5 @@ from fedsim.sweeps._population import population as population
 from fedsim.sweeps._result import SweepMember as SweepMember
 from fedsim.sweeps._result import SweepResult as SweepResult
 from fedsim.sweeps._sweep import Differing as Differing
+from fedsim.sweeps._sweep import Varied as Varied
 from fedsim.sweeps._sweep import sweep as sweep

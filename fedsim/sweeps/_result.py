@@ -15,7 +15,6 @@ from typing import Any
 from fedsim.comparison import edge_of_grid
 from fedsim.experiment import read_metrics
 from fedsim.experiment.driving import (
-    SPLITS,
     Line,
     LossMonitor,
     RunFolder,
@@ -25,6 +24,7 @@ from fedsim.experiment.driving import (
     score_name,
     split_and_metric,
 )
+from fedsim.run_files import SPLITS
 from fedsim.sweeps._grid import Setting
 
 _LOSS = "training loss"

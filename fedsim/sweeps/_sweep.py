@@ -41,12 +41,14 @@ from fedsim.sweeps._ways import Job, chosen_way, ways
 
 # Pairs of some varied values, and the fields that differ with them; see `sweep`.
 Differing: TypeAlias = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+# The values of each varied field, of which all combinations run, or the settings themselves.
+Varied: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]
 
 
 def sweep(
     config: RunConfig,
     settings: Settings,
-    varied: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]],
+    varied: Varied,
     seeds: int | Sequence[int] = 1,
     how: How | None = None,
     table: bool | None = None,
@@ -151,7 +153,7 @@ def sweep(
 def members_of(
     folder: str | Path,
     config: RunConfig,
-    varied: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]],
+    varied: Varied,
     seeds: Sequence[int],
     differing: Differing = (),
 ) -> list[tuple[SweepMember, RunConfig]]:
@@ -175,7 +177,8 @@ def members_of(
     return members
 
 
-def _plain(varied: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]) -> Any:
+def _plain(varied: Varied) -> Any:
+    """Returns what JSON can hold."""
     return dict(varied) if isinstance(varied, Mapping) else [dict(setting) for setting in varied]
 
 
@@ -229,7 +232,7 @@ def _jobs(members: Sequence[tuple[SweepMember, RunConfig]], experiments: Sequenc
                 like=jax.eval_shape(experiment.algorithm.init, rng.stream(first.key, "init")),
                 widest=first,
                 rounds=own.rounds,
-                data=[first.data, *(data for data in experiment[2:] if data is not None)],
+                data=[data for data in (first.data, experiment.test_data, experiment.validation_data) if data is not None],
                 start=functools.partial(_start, member, own, experiment, settings),
                 is_finished=is_finished,
             )

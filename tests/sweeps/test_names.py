@@ -13,6 +13,8 @@ from fedsim.configuration import RunConfig, Settings, build
 from fedsim.experiment import read_sweep
 from fedsim.sweeps._sweep import members_of
 
+SMALL = ["--model", "digits_logistic", "--rounds", "2", "--clients", "2", "--no-progress"]
+
 
 def chosen(*arguments):
     return configured(list(arguments), "fedsim run", "", {})
@@ -36,19 +38,8 @@ def test_members_have_the_configurations_of_separate_runs():
 
 @pytest.mark.slow
 def test_a_sweep_over_names_runs_and_is_resumed(tmp_path, capsys):
-    options = [
-        "--model",
-        "digits_logistic",
-        "--rounds",
-        "2",
-        "--clients",
-        "2",
-        "--folder",
-        str(tmp_path / "s"),
-        "--no-progress",
-    ]
     names = ["--algorithm", "fedavg,fedprox", "--client-optimizer", "sgd(momentum=0.9)", "--client-optimizer", "rmsprop"]
-    assert main(["run", *options, *names]) == 0
+    assert main(["run", *SMALL, *names, "--folder", str(tmp_path / "s")]) == 0
     table = capsys.readouterr().out
     assert all(f"{algorithm}   " in table for algorithm in ("fedavg", "fedprox")) and table.count("sgd(momentum=0.9)") >= 2
     assert main(["resume", str(tmp_path / "s"), "--rounds", "3", "--no-progress"]) == 0
@@ -75,19 +66,8 @@ def test_a_random_search_draws_from_ranges_and_from_the_given_values():
 
 @pytest.mark.slow
 def test_a_random_search_runs_and_is_resumed(tmp_path, capsys):
-    options = [
-        "--model",
-        "digits_logistic",
-        "--rounds",
-        "2",
-        "--clients",
-        "2",
-        "--folder",
-        str(tmp_path / "s"),
-        "--no-progress",
-    ]
     search = ["--client-learning-rate", "log_uniform(0.01, 1)", "--algorithm", "fedavg,fedprox", "--samples", "3"]
-    assert main(["run", *options, *search, "--seeds", "2"]) == 0
+    assert main(["run", *SMALL, *search, "--seeds", "2", "--folder", str(tmp_path / "s")]) == 0
     table = capsys.readouterr().out
     assert "6 runs of 2 rounds" in table and "edge" not in table
     assert main(["resume", str(tmp_path / "s"), "--rounds", "3", "--no-progress"]) == 0
