@@ -32,8 +32,8 @@ _SAMPLES = Option(
     "training",
     int | None,
     None,
-    "Random search: run so many settings, each with a random one of the given values, or of a range such as "
-    "--client-learning-rate 'log_uniform(0.001, 1)'; --seed draws them.",
+    "Random search: run so many settings, each with a random one of an option's values, or a number from its range, such as "
+    "'log_uniform(0.001, 1)'; --seed draws them.",
 )
 _SEEDS = Option("training", int | None, None, "Number of seeds, from --seed on: a run for each, see the sweeps above.")
 _SWEEPS = (
