@@ -181,9 +181,10 @@ SCAFFOLD_EMNIST = Reproduction(
     duration="similarity-0: 1 h; the others: 15 min each",
     required_data="EMNIST by class: DIR/emnist_byclass/emnist_byclass*.npz with arrays x uint8 [n, 28, 28] and y [n]",
     cases=_cases,
-    notes="100 clients, 20 per round, batches of a fifth of a client's examples. The official test split of EMNIST by class is "
-    "used as the whole data, with 93,000 images for training and 23,000 for test, so the order of the entries can be "
-    "compared, but not the numbers of rounds. The learning rate of each entry is chosen from a grid with factors of "
-    "10^(1/3) and needs far fewer rounds than the paper, which does not state its learning rates. At 100 % similarity, a "
-    "learning rate of 0.0215 needs about the paper's numbers of rounds. SGD, FedProx and 20 epochs are left out.",
+    notes="100 clients, 20 per round, batches of a fifth of a client's examples. The official test split of EMNIST by class "
+    "is used as the whole data, with 93,000 images for training and 23,000 for test, so the order of the entries can be "
+    "compared, but not the numbers of rounds. The learning rate of each entry is chosen from a grid with factors of 10^(1/3), "
+    "by the number of rounds on the test images, and needs far fewer rounds than the paper, which does not state its learning "
+    "rates. At 100 % similarity, a learning rate of 0.0215 needs about the paper's numbers of rounds. SGD, FedProx and 20 "
+    "epochs are left out.",
 )

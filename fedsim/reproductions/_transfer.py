@@ -155,12 +155,11 @@ TRANSFER = Reproduction(
     duration="about 5 minutes",
     required_data="none",
     cases=_cases,
-    notes="This is a table of our own, without published numbers. The digits are divided among 20 clients with skewed "
-    "labels; half of each client's examples are test examples. A perceptron is trained by FedAvg on the first "
-    "federation for 50 rounds. The second has a tenth of the training examples of its clients (two to five each) and "
-    "trains for 50 rounds, 10 clients per round, 5 epochs with batches of 10; each method has the learning rate of two with "
-    "which seed 0 is best at the end. With other labels the output layer is new; with a shifted domain all parameters are "
-    "transferred. *Head alone* trains the output "
-    "layer only, *head and then all* does so for 15 of the 50 rounds. A client's own model is tested on the client's "
-    "test examples, which may have labels of which it has no training example.",
+    notes="This is a table of our own, without published numbers. The digits are divided among 20 clients with skewed labels; "
+    "half of each client's examples are test examples. A perceptron is trained by FedAvg on the first federation for 50 "
+    "rounds. The second has a tenth of the training examples of its clients (two to five each) and trains for 50 rounds, 10 "
+    "clients per round, 5 epochs with batches of 10; each method has the learning rate of two with which seed 0 is best on "
+    "the test examples at the end. With other labels the output layer is new; with a shifted domain all parameters are "
+    "transferred. *Head alone* trains the output layer only, *head and then all* does so for 15 of the 50 rounds. A client's "
+    "own model is tested on the client's test examples, which may have labels of which it has no training example.",
 )

@@ -210,17 +210,17 @@ UNUS_STALENESS = Reproduction(
     duration="1 to 4 min per case of 3 seeds, 6 cases",
     required_data=f"digits: none; {NEEDS}",
     cases=_cases,
-    notes="Bounds: the server adds the updates of all workers times 1 / workers, so each counts the same whatever the "
-    "bound; the digits have 20 workers, with all of the training data, and FEMNIST 30 writers. All bounds get as many "
-    "updates as 40 rounds of all workers have; the accuracy is the mean over the last four of them. A speed is the "
-    "time of a local step, which each worker draws once from a log-normal law with median 1 second and σ = 1; or all "
-    "are the same, and each local round takes longer by a factor from that law. Messages take no time. A bound saves "
-    "more time if speeds vary; if workers keep them, all wait for the slowest in the end, and without a bound the "
-    "data of fast workers counts more. FedAsync and FedBuff: all methods have 30 clients in flight, which keep their "
-    "speeds. Each has the learning rate (0.2, 0.4 or 0.8) and FedAsync the mixing weight (0.3, 0.6 or 0.9) with which "
-    "seed 0 reaches the target in the least simulated time; both weigh updates by (1 + staleness)^-0.5. Client "
-    "updates are those that the server aggregates, and a learning rate of 0.8 is the largest that was tried. The "
-    "methods differ less in updates than in time, and less than published: those are of other data and, as recalled, "
-    "of about 1,000 clients in flight. Stale synchronous parallel is also the method of K.-J. Hsu's UNUS (master's "
-    "thesis, National Tsing Hua University, 2021), of which no public figures were found.",
+    notes="Bounds: the server adds the updates of all workers times 1 / workers, so each counts the same whatever the bound; "
+    "the digits have 20 workers, with all of the training data, and FEMNIST 30 writers. All bounds get as many updates as 40 "
+    "rounds of all workers have; the accuracy is the mean over the last four of them. A speed is the time of a local step, "
+    "which each worker draws once from a log-normal law with median 1 second and σ = 1; or all are the same, and each local "
+    "round takes longer by a factor from that law. Messages take no time. A bound saves more time if speeds vary; if workers "
+    "keep them, all wait for the slowest in the end, and without a bound the data of fast workers counts more. FedAsync and "
+    "FedBuff: all methods have 30 clients in flight, which keep their speeds. Each has the learning rate (0.2, 0.4 or 0.8) "
+    "and FedAsync the mixing weight (0.3, 0.6 or 0.9) with which seed 0 reaches the target on the test examples in the least "
+    "simulated time; both weigh updates by (1 + staleness)^-0.5. Client updates are those that the server aggregates, and a "
+    "learning rate of 0.8 is the largest that was tried. The methods differ less in updates than in time, and less than "
+    "published: those are of other data and, as recalled, of about 1,000 clients in flight. Stale synchronous parallel is "
+    "also the method of K.-J. Hsu's UNUS (master's thesis, National Tsing Hua University, 2021), of which no public figures "
+    "were found.",
 )
