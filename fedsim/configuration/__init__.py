@@ -11,12 +11,14 @@ from fedsim.configuration._build import build as build
 from fedsim.configuration._build import build_members as build_members
 from fedsim.configuration._build import models_without_arguments as models_without_arguments
 from fedsim.configuration._client_optimizer import client_optimizer as client_optimizer
+from fedsim.configuration._config import WRITERS as WRITERS
 from fedsim.configuration._config import How as How
 from fedsim.configuration._config import RunConfig as RunConfig
 from fedsim.configuration._config import Settings as Settings
 from fedsim.configuration._config import Value as Value
 from fedsim.configuration._config import fields_that_name as fields_that_name
 from fedsim.configuration._config import options_that_build as options_that_build
+from fedsim.configuration._config import writer_names as writer_names
 from fedsim.configuration._published import Published as Published
 from fedsim.configuration._published import published as published
 from fedsim.configuration._scheduled import scheduled as scheduled

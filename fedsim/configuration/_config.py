@@ -21,6 +21,8 @@ Value = float | int | str | bool | None
 # How the members of a sweep or a population run, see `fedsim.population`.
 How = Literal["vmap", "devices", "sequential"]
 
+# Where metrics can be written besides metrics.jsonl, with the extra that each needs.
+WRITERS = {"tensorboard": "run", "wandb": "wandb", "mlflow": "mlflow"}
 # The axes of a mesh, see `fedsim.Sharded`.
 _AXES = ("clients", "model", "data")
 
@@ -466,6 +468,12 @@ class Settings:
         names="file",
     )
     checkpoint_every: int | None = _option(None, "output", "Rounds between checkpoints; default: about ten seconds.")
+    writers: str | None = _option(
+        None,
+        "output",
+        "Where metrics go besides metrics.jsonl, separated by commas: tensorboard, wandb, mlflow, or none; default: "
+        "tensorboard if it is installed.",
+    )
     progress: bool = _option(True, "output", "Show a progress bar.")
     execution: Literal["auto", "debug", "jit", "pmap"] = _option(
         "auto",
@@ -508,6 +516,7 @@ class Settings:
         _check_choices(self)
         if self.folder == "":
             raise ValueError("Expected the name of a folder, got folder='': give a name, or leave it out.")
+        writer_names(self.writers)
         counts = ("checkpoint_every", "devices", "lanes", "rounds_per_dispatch")
         given = {name: getattr(self, name) for name in counts}
         checks.whole(1, or_none=True, **given, remedy="give a positive whole number, or leave it out")
@@ -579,6 +588,21 @@ class Settings:
         ValueError: The stored settings have fields that this version of fedsim does not know: speed.
         """
         return _from_json(cls, values)
+
+
+def writer_names(text: str | None) -> list[str]:
+    """Returns the writers that a text names, separated by commas; none for ``"none"`` or None.
+
+    Raises:
+      ValueError: there is no such writer.
+
+    >>> writer_names("tensorboard, mlflow"), writer_names("none")
+    (['tensorboard', 'mlflow'], [])
+    """
+    names = [] if text in (None, "none") else [name.strip() for name in str(text).split(",")]
+    for name in names:
+        look_up("writer", name, WRITERS)
+    return list(dict.fromkeys(names))
 
 
 def fields_that_name(what: Literal["code", "file"]) -> list[str]:

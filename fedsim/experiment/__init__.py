@@ -23,6 +23,7 @@ from fedsim.experiment._loop import restore as restore
 from fedsim.experiment._loop import run as run
 from fedsim.experiment._loop import run_experiment as run_experiment
 from fedsim.experiment._loop import saved_round as saved_round
+from fedsim.experiment._metrics_file import read_metrics as read_metrics
 from fedsim.experiment._replay import ReplayedClient as ReplayedClient
 from fedsim.experiment._replay import replay as replay
 from fedsim.experiment._report import closing_table as closing_table
@@ -34,4 +35,3 @@ from fedsim.experiment._stop_rules import STOP_RULES as STOP_RULES
 from fedsim.experiment._stop_rules import StopRule as StopRule
 from fedsim.experiment._stored_run import StoredRun as StoredRun
 from fedsim.experiment._stored_run import load as load
-from fedsim.experiment._writers import read_metrics as read_metrics

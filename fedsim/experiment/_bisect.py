@@ -18,9 +18,9 @@ from fedsim.execution import call_of_updates, run_client
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._folder import read_config
 from fedsim.experiment._lines import Line
+from fedsim.experiment._metrics_file import read_metrics
 from fedsim.experiment._replay import RunRound, only_errors
 from fedsim.experiment._run import State
-from fedsim.experiment._writers import read_metrics
 
 _FACTOR = 5.0  # A client is out of line if its loss or norm is larger than this times the median of the cohort.
 

@@ -19,9 +19,9 @@ from fedsim.datasets import with_seed
 from fedsim.durable_files import is_full, writing
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._environment import changed_code, jax_settings, versions
+from fedsim.experiment._metrics_file import read_metrics
 from fedsim.experiment._stop_rules import stop_rules
 from fedsim.experiment._trust import write_signed
-from fedsim.experiment._writers import read_metrics
 from fedsim.text_files import read_json
 
 _POPULATIONS = ("population", "test population")

@@ -25,11 +25,11 @@ from fedsim.experiment._default_evaluation import Scores, State
 from fedsim.experiment._dispatch import DispatchedRounds, pipelined
 from fedsim.experiment._folder import RunFolder
 from fedsim.experiment._lines import Line, best_round
+from fedsim.experiment._metrics_file import read_metrics
 from fedsim.experiment._report import attackers_of, closing_table
 from fedsim.experiment._run import Run, Stopwatch
 from fedsim.experiment._run_log import Callback
 from fedsim.experiment._signals import Interruption
-from fedsim.experiment._writers import read_metrics
 from fedsim.samplers import Sampler
 
 
@@ -75,6 +75,7 @@ def run(
     settings: Any = None,
     rounds_per_dispatch: int | Literal["auto"] = "auto",
     table: bool | None = None,
+    writers: str | None = None,
 ) -> Result:
     """Trains for a number of rounds. With a folder, it continues a run that an earlier process started there.
 
@@ -112,8 +113,14 @@ def run(
       rounds_per_dispatch: the maximum number of rounds that are sent to the device at once. ``"auto"`` sends as many as take a
         fraction of a second.
       table: whether to print a closing table on stdout; None prints it if ``progress`` is true.
+      writers: where metrics are written besides ``metrics.jsonl``, separated by commas: ``"tensorboard"``, ``"wandb"``
+        (Weights & Biases), ``"mlflow"``, or ``"none"``; None is TensorBoard if tensorboardX is installed. All write into the
+        folder, unless the environment variables ``WANDB_MODE`` and ``MLFLOW_TRACKING_URI`` name another place. A run that
+        continues goes on in the same run of Weights & Biases and MLflow, and no round is written twice. What they have is never
+        deleted, such as the last evaluation of a run that gets more rounds.
 
     Raises:
+      ImportError: the library of one of the ``writers`` is not installed.
       ValueError: a number is not positive, the data does not fit the model, or the folder holds another run.
       OSError: a file cannot be written, for example because the disk is full. The message names the file, the last saved
         round, and how to continue.
@@ -144,6 +151,7 @@ def run(
         config=config,
         settings=settings,
         rounds_per_dispatch=rounds_per_dispatch,
+        writers=writers,
     )
     log, watch, start = current.log, Stopwatch(), current.position
     stopped_by: signal.Signals | None = None
@@ -240,6 +248,7 @@ def arguments_of(experiment: Experiment, config: RunConfig, settings: Settings) 
         "config": config,
         "settings": settings,
         "rounds_per_dispatch": settings.rounds_per_dispatch or "auto",
+        "writers": settings.writers,
     }
 
 

@@ -82,6 +82,7 @@ class Run(Rounds):
         config: RunConfig | Mapping[str, Any] | None,
         settings: Any,
         rounds_per_dispatch: int | Literal["auto"],
+        writers: str | None = None,
     ) -> None:
         checks.whole(1, rounds=rounds, evaluate_every=evaluate_every)
         fixed_length = None if rounds_per_dispatch == "auto" else rounds_per_dispatch
@@ -140,7 +141,7 @@ class Run(Rounds):
         self.state, self.position = newest_state(algorithm, first, checkpoints)
         distributed.check_alike({"newest checkpoint": self.position}, "run folder")
         with self.write_errors():
-            self.log = RunLog(self.paths, self.position, checkpoints, callbacks, self._is_evaluated)
+            self.log = RunLog(self.paths, self.position, checkpoints, callbacks, self._is_evaluated, writers, self._described)
             try:
                 self.state = checkpoints.with_row_file(self.state) if checkpoints else self.state
             except BaseException:
@@ -266,8 +267,8 @@ class Run(Rounds):
             self.log.written.append(f"  {path.name}")
 
     def close(self) -> None:
-        """Unlocks the folder."""
-        self.log.close()
+        """Ends the writers and unlocks the folder."""
+        self.log.close(is_finished=self._finished == self.rounds)
 
     def how_to_resume(self) -> str:
         """Returns a sentence that says what was saved and how to continue."""

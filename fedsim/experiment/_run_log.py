@@ -1,9 +1,9 @@
-"""The log of a run: metrics, TensorBoard, checkpoints and callbacks, written in an order that survives a killed process."""
+"""The log of a run: metrics, checkpoints and callbacks, written in an order that survives a killed process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from fedsim.durable_files import writing
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._folder import RunFolder
 from fedsim.experiment._lines import Line, scalar_metrics, score, score_name
+from fedsim.experiment._metrics_file import MetricsFile
 from fedsim.experiment._report import draw_learning_curve
-from fedsim.experiment._writers import MetricsFile, TensorBoard
+from fedsim.experiment._writers import Writer, open_writers
 from fedsim.plots import plot_nodes, plot_progress, plot_timeline
 from fedsim.samplers import Sampler
 from fedsim.systems import ScheduledSampler
@@ -27,7 +28,7 @@ _LAST = "  checkpoints/ (the last two)"
 
 
 class RunLog:
-    """The history, metrics file, TensorBoard files, checkpoints and callbacks of one run.
+    """The history, metrics file, further writers, checkpoints and callbacks of one run.
 
     Args:
       paths: the run folder; without one, only the history is recorded. If several processes share the run, process 0 writes
@@ -37,6 +38,8 @@ class RunLog:
       checkpoints: None writes no checkpoints.
       callbacks: functions that are called with every line.
       evaluated: whether the run has an evaluation after a round.
+      writers: their names, see `open_writers`.
+      config: the configuration that writers get.
 
     Attributes:
       history: all lines of the run, including those of earlier processes.
@@ -51,6 +54,8 @@ class RunLog:
         checkpoints: Checkpoints | None,
         callbacks: Sequence[Callback],
         evaluated: Callable[[int], bool],
+        writers: str | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         paths = paths if distributed.is_first() else None
         self.history: list[Line] = []
@@ -58,11 +63,11 @@ class RunLog:
         self.stopped_by: str | None = None
         self._callbacks, self.checkpoints = callbacks, checkpoints
         self._file: MetricsFile | None = None
-        self._tensorboard: TensorBoard | None = None
+        self._writers: dict[str, Writer] = {}
         self._lock = paths.lock() if paths else None
         if paths:
             try:
-                self._open(paths, start, evaluated)
+                self._open(paths, start, evaluated, writers, config or {})
             except BaseException:
                 self.close()
                 raise
@@ -73,15 +78,19 @@ class RunLog:
             self._update_best(line, None)
         self._saved, self._saved_at = start, time.monotonic()
 
-    def _open(self, paths: RunFolder, start: int, evaluated: Callable[[int], bool]) -> None:
+    def _open(
+        self,
+        paths: RunFolder,
+        start: int,
+        evaluated: Callable[[int], bool],
+        writers: str | None,
+        config: Mapping[str, Any],
+    ) -> None:
         self._file = MetricsFile(paths.metrics, start, evaluated)
         self.history = list(self._file.history)
         self.written = [f"{paths.path}/", "  config.json, metrics.jsonl"]
-        try:
-            self._tensorboard = TensorBoard(paths.path, keep_rounds=start)
-            self.written.append("  tensorboard/")
-        except ModuleNotFoundError:
-            pass
+        self._writers = open_writers(writers, paths.path, config, self.history)
+        self.written += [f"  {name}/" for name in self._writers]
         if self.checkpoints:
             self.written.append(_LAST)
 
@@ -90,8 +99,8 @@ class RunLog:
         self.history += lines
         if self._file:
             self._file.write(lines)
-        if self._tensorboard:
-            self._tensorboard.write(lines)
+        for writer in self._writers.values():
+            writer.write(lines)
         for line in lines:
             state_of_line = state if line is lines[-1] else None
             self._update_best(line, state_of_line)
@@ -108,9 +117,10 @@ class RunLog:
     def save(self, round: int, state: State, every: int | None, final: bool) -> None:
         """Writes a checkpoint if it is due, when the lines up to this round are on the disk."""
         if self.checkpoints and (final or self.is_due(round, every)) and round > self._saved:
-            for writer in (self._file, self._tensorboard):
-                if writer:
-                    writer.sync()
+            if self._file:
+                self._file.sync()
+            for writer in self._writers.values():
+                writer.sync()
             keep = {self._saved, round}
             if self._best:
                 keep.add(self._best[0])
@@ -157,10 +167,14 @@ class RunLog:
             except ImportError:
                 pass
 
-    def close(self) -> None:
-        """Unlocks the folder."""
-        if self._lock:
-            self._lock.close()
+    def close(self, is_finished: bool = False) -> None:
+        """Ends the writers, after the last round or before it, and unlocks the folder."""
+        try:
+            for writer in self._writers.values():
+                writer.close(is_finished)
+        finally:
+            if self._lock:
+                self._lock.close()
 
     def _update_best(self, line: Line, state: State | None) -> None:
         value = score(line)

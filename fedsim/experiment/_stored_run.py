@@ -16,7 +16,7 @@ from fedsim.experiment._default_evaluation import Scores, State, default_evaluat
 from fedsim.experiment._folder import RunFolder, is_sweep, read_config, stored_run, warn_of_changed_code
 from fedsim.experiment._lines import Line
 from fedsim.experiment._loop import restore
-from fedsim.experiment._writers import read_metrics
+from fedsim.experiment._metrics_file import read_metrics
 from fedsim.samplers import Sampler
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import fedsim
 from fedsim.experiment import Checkpoints, best_round, read_config, read_metrics, restore, run
-from fedsim.experiment._writers import MetricsFile
+from fedsim.experiment._metrics_file import MetricsFile
 
 
 class KilledError(Exception):
