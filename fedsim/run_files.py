@@ -37,6 +37,21 @@ def metric_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     return lines, damaged
 
 
+def scalar_metrics(line: Mapping[str, Any], *splits: str) -> list[str]:
+    """Returns the names of an evaluation's metrics over all examples, ``<split>_<metric>``, without those that are arrays.
+
+    Args:
+      line: of ``metrics.jsonl``.
+      *splits: the data that was evaluated; by default validation and test data.
+
+    >>> line = {"round": 1, "loss": 0.6, "test_loss": 0.5, "test_loss_clients_std": 0.1, "test_confusion": [[1, 0], [0, 1]]}
+    >>> scalar_metrics(line), scalar_metrics(line, "validation")
+    (['test_loss'], [])
+    """
+    names = [name for split in splits or SPLITS for name in line if name.startswith(f"{split}_") and "_clients_" not in name]
+    return [name for name in names if line[name] is None or isinstance(line[name], int | float)]
+
+
 def rounds_of(history: History) -> list[float]:
     """Returns the number of finished rounds at each line.
 

@@ -137,8 +137,8 @@ class Describe(DataOptions):
     def _measure(self, loaded: datasets.FederatedSplits) -> None:
         """Prints statistics of the clients, and draws them."""
         about = loaded.description
-        splits = {"train": loaded.train, "test": loaded.test, "held_out": loaded.held_out}
-        print_facts((split, _measured(population, about)) for split, population in splits.items() if population is not None)
+        splits = ((split, getattr(loaded, split)) for split in ("train", "validation", "test", "held_out"))
+        print_facts((split, _measured(population, about)) for split, population in splits if population is not None)
         if _has_labels(loaded.train, about) and list(loaded.train.client_ids) == list(loaded.test.client_ids):
             distance = heterogeneity.split_distance(loaded.train, loaded.test)
             print_facts(

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedsim.comparison._outcome import Outcome, outcome_of
 from fedsim.comparison._runs import RecordedRun, differing_fields, preferred_metric
-from fedsim.run_files import SPLITS, megabytes_of, rounds_of, simulated_seconds_of, wall_seconds_of
+from fedsim.run_files import SPLITS, megabytes_of, rounds_of, scalar_metrics, simulated_seconds_of, wall_seconds_of
 
 _MOST_POINTS = 400  # of a curve with a value per round
 _MOST_CLIENTS = 200  # points of a distribution over clients
@@ -138,7 +138,7 @@ def _data(number: int, name: str, run: RecordedRun) -> dict[str, Any]:
     evaluated = list(run.last)
     losses = [at for at, line in enumerate(run.history) if "loss" in line and "seconds" in line]
     shown = set(losses[:: -(-len(losses) // _MOST_POINTS)] if losses else [])
-    kept = sorted(shown | {at for at, line in enumerate(run.history) if run.metrics(line)})
+    kept = sorted(shown | {at for at, line in enumerate(run.history) if scalar_metrics(line)})
     for place, at in enumerate(kept):
         line = run.history[at]
         for metric in evaluated:

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.names import better_by_name
-from fedsim.run_files import SPLITS, USUAL_METRICS, History, metric_lines
+from fedsim.run_files import SPLITS, USUAL_METRICS, History, metric_lines, scalar_metrics
 
 # They differ between seeds, also in runs that were started in Python.
 _OF_THE_SEED = ("seed", "root_key", "cohorts (hash)")
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
-_PREFIXES = tuple(f"{split}_" for split in SPLITS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,6 +37,8 @@ class RecordedRun:
       sweep_size: how many runs its sweep has when all have begun; 0 for a run of its own.
       data: a text that identifies its training, validation and test data; empty if it is not recorded.
       versions: the versions of packages.
+      ended: the last ``round``, and the ``rule`` and its ``reason`` if one ended the run. None: it has rounds left. Empty if
+        this is not known, because an earlier version of fedsim wrote the folder.
 
     >>> run = RecordedRun(folder=Path("runs/a"), fields={}, seed=0, rounds=2, history=[{"round": 1, "seconds": 0.5}])
     >>> run.state, run.is_finished
@@ -54,6 +55,7 @@ class RecordedRun:
     sweep_size: int = 0
     data: str = ""
     versions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ended: Mapping[str, Any] | None = dataclasses.field(default_factory=dict)
 
     @property
     def round(self) -> int:
@@ -62,9 +64,15 @@ class RecordedRun:
 
     @property
     def ended_early(self) -> bool:
-        """Whether the run has a rule that ends it (``stop_when``) and seems to have ended by it, after an evaluation."""
-        is_short = self.rounds is not None and self.round < self.rounds
-        return is_short and bool(self.fields.get("stop_when") and self.history and self.metrics(self.history[-1]))
+        """Whether a rule (``stop_when``) or a callback has ended the run before its last round.
+
+        If this is not known, a run with a rule whose last line is an evaluation seems to have ended by it.
+        """
+        if not self.history or self.rounds is None or self.round >= self.rounds:
+            return False
+        if self.ended is None or self.ended:
+            return bool(self.ended and self.ended.get("rule") and self.ended.get("round") == self.round)
+        return bool(self.fields.get("stop_when") and scalar_metrics(self.history[-1]))
 
     @property
     def is_finished(self) -> bool:
@@ -80,21 +88,10 @@ class RecordedRun:
             return self.problem
         if self.is_finished and not self.ended_early:
             return "finished"
-        reason = f": stopped by {self.fields['stop_when']}, or interrupted" if self.ended_early else ""
-        return f"round {self.round} of {self.rounds}{reason}"
-
-    @staticmethod
-    def metrics(line: Mapping[str, Any]) -> list[str]:
-        """Returns the names of the metrics of an evaluation over all examples, ``<split>_<metric>``, without arrays.
-
-        >>> RecordedRun.metrics({"round": 1, "loss": 0.6, "test_loss": 0.5, "test_loss_clients_std": 0.1})
-        ['test_loss']
-        """
-        return [
-            name
-            for name, value in line.items()
-            if name.startswith(_PREFIXES) and "_clients_" not in name and (value is None or isinstance(value, int | float))
-        ]
+        if not self.ended_early:
+            return f"round {self.round} of {self.rounds}"
+        rule = self.ended["rule"] if self.ended else f"{self.fields['stop_when']}, or interrupted"
+        return f"round {self.round} of {self.rounds}: stopped by {rule}"
 
     def better(self, metric: str) -> str | None:
         """Returns which values of a metric are better, "higher" or "lower"; None if this is not known.
@@ -108,7 +105,7 @@ class RecordedRun:
     @functools.cached_property
     def last(self) -> dict[str, Any]:
         """The last value of each metric of the evaluations; None if it was not finite."""
-        return {name: line[name] for line in self.history for name in self.metrics(line)}
+        return {name: line[name] for line in self.history for name in scalar_metrics(line)}
 
 
 def read_runs(*folders: str | Path) -> list[RecordedRun]:
@@ -294,6 +291,7 @@ def _read_run(folder: Path, sweep: Mapping[str, Sequence[Any]]) -> RecordedRun:
     return RecordedRun(
         folder=folder, fields=fields, seed=seed, rounds=rounds if isinstance(rounds, int) else None, history=history,
         problem=problem, grid=grid, sweep_size=size, data=json.dumps(data, sort_keys=True) if data else "", versions=versions,
+        ended=stored.get("ended", {}),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._environment import changed_code, jax_settings, versions
 from fedsim.experiment._metrics_file import read_metrics
 from fedsim.experiment._stop_rules import stop_rules
-from fedsim.experiment._trust import write_signed
+from fedsim.experiment._trust import rewrite, write_signed
 from fedsim.text_files import read_json
 
 _POPULATIONS = ("population", "test population")
@@ -97,7 +97,7 @@ class RunFolder:
                 f"Cannot write to the run folder {self.path}: {error.strerror or error}. Choose another folder."
             ) from error
         environment = {"devices": devices, "versions": versions(), "jax_settings": jax_settings()}
-        stored = {**run, "settings": dict(settings), **environment, "code": dict(code)}
+        stored = {**run, "settings": dict(settings), **environment, "code": dict(code), "ended": None}
         with self.lock():  # A run in its first round has finished no round, but its folder is in use.
             if self.config.exists():
                 known = read_config(self.path)
@@ -113,6 +113,17 @@ class RunFolder:
                 elif "earlier" in known:
                     stored["earlier"] = known["earlier"]
             write_signed(self.config, stored)
+
+    def record_end(self, *, round: int, rule: str | None = None, reason: str | None = None) -> None:
+        """Writes into ``config.json`` why the run has no more rounds; `initialize` deletes it.
+
+        Args:
+          round: the last one.
+          rule: the rule of ``stop_when``, or ``"a callback"``; None if it was the last one of the configuration.
+          reason: why the rule ended the run.
+        """
+        stored = read_config(self.path)
+        rewrite(self.config, {**stored, "ended": {"round": round, "rule": rule, "reason": reason}}, stored)
 
     def lock(self) -> IO[str]:
         """Locks the folder until the returned file is closed or the process ends.
@@ -210,7 +221,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     Returns:
       A mapping with ``config``, ``population`` and ``test population``, ``settings``, ``devices``, ``versions`` of packages and
       the commit of fedsim, ``jax_settings``, ``code`` (hashes of the user's own files), ``earlier`` (devices, versions and
-      settings of rounds that ran with others), and, if the configuration names code, ``signature``, by which ``fedsim resume``
+      settings of rounds that ran with others), ``ended`` (the last round and the rule that ended the run before; None while it
+      has rounds left), and, if the configuration names code, ``signature``, by which ``fedsim resume``
       knows whether the same user wrote all of it.
 
     Raises:

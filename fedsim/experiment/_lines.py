@@ -15,7 +15,7 @@ from fedsim.data import FederatedData
 from fedsim.evaluation import Evaluation
 from fedsim.metrics import Better, better_of
 from fedsim.rounds import RoundInfo
-from fedsim.run_files import SPLITS, USUAL_METRICS
+from fedsim.run_files import SPLITS, USUAL_METRICS, scalar_metrics
 
 Line = dict[str, Any]
 
@@ -179,16 +179,6 @@ def is_better(line: Line, other: Line, name: str) -> bool:
     if value is None or known is None:
         return value is not None
     return value < known if better == "lower" else value > known
-
-
-def scalar_metrics(line: Line, split: str = "test") -> list[str]:
-    """Returns the keys of the metrics over all examples of a split that are numbers, so without those that are arrays.
-
-    >>> scalar_metrics({"round": 1, "test_loss": 0.5, "test_loss_clients_std": 0.1, "test_confusion": [[1, 0], [0, 1]]})
-    ['test_loss']
-    """
-    names = [name for name in line if name.startswith(f"{split}_") and "_clients_" not in name]
-    return [name for name in names if not isinstance(line[name], list)]
 
 
 def split_and_metric(name: str) -> tuple[str | None, str]:

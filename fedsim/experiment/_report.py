@@ -9,9 +9,9 @@ from typing import Any
 
 from fedsim.execution import Execution, Jit, is_gpu
 from fedsim.experiment._divergence import is_diverged
-from fedsim.experiment._lines import Line, best_round, scalar_metrics, score_name
+from fedsim.experiment._lines import Line, best_round, score_name
 from fedsim.plots._canvas import BLUE, GREEN, GREY, ORANGE, add_legend, new_figure, shorten, whole_ticks
-from fedsim.run_files import SPLITS
+from fedsim.run_files import SPLITS, scalar_metrics
 from fedsim.samplers import Attacked
 
 _MOST_SHOWN = 10
@@ -89,7 +89,7 @@ def closing_table(
     rows = [f"after round {round} of {rounds}", ""]
     if stopped:
         rows[0] += f": {stopped}"
-    evaluated = next((line for line in reversed(history) if any(scalar_metrics(line, split) for split in SPLITS)), None)
+    evaluated = next((line for line in reversed(history) if scalar_metrics(line)), None)
     if evaluated is not None and evaluated["round"] != round:
         rows[0] += f"; evaluated after round {evaluated['round']}"
     if evaluated is not None:
@@ -168,7 +168,7 @@ def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None
     True
     """
     loss = _series(history, "loss")
-    tests = [name for line in history for name in scalar_metrics(line)]
+    tests = [name for line in history for name in scalar_metrics(line, "test")]
     metric = next((name for name in ("test_accuracy", "test_personal_accuracy") if name in tests), tests[0] if tests else None)
     panels = bool(metric) + bool(loss[0])
     figure = new_figure(7, 1.6 + 2.2 * max(1, panels))

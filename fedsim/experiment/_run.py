@@ -99,11 +99,12 @@ class Run(Rounds):
         like = jax.eval_shape(algorithm.init, key)
         self._compute_scores = evaluate or default_evaluation(algorithm, first.data, test_data, like)
         self._validate = default_evaluation(algorithm, first.data, validation_data, like, "validation_data")
-        self._rules = stop_rules(stop_when)
+        self._rules = dict(zip((stop_when or "").split(" or "), stop_rules(stop_when), strict=False))
         self._can_stop = bool(self._rules or callbacks)
         self.stopped: str | None = None
+        self._stopped_by: str | None = None
         self._finished = 0
-        for rule in self._rules if self._validate is None else ():
+        for rule in self._rules.values() if self._validate is None else ():
             if rule.metric:
                 raise ValueError(
                     f"Expected validation data for stop_when={stop_when!r}, got none: give validation_data (--validation 0.1). "
@@ -173,8 +174,9 @@ class Run(Rounds):
         """Ends the run after the last finished round, if that was evaluated and a rule or a callback says so."""
         if not self._can_stop or not self.position or not self._is_evaluated(self.position) or self.position == self.rounds:
             return
-        reasons = (rule.reason(self.log.history) for rule in self._rules)
-        self.stopped = distributed.from_first(self.log.stopped_by) or next((text for text in reasons if text), None)
+        reasons = {"a callback": distributed.from_first(self.log.stopped_by)}
+        reasons |= {text: rule.reason(self.log.history) for text, rule in self._rules.items()}
+        self._stopped_by, self.stopped = next(((by, text) for by, text in reasons.items() if text), (None, None))
         if self.stopped:
             self.rounds = self.position
 
@@ -252,6 +254,8 @@ class Run(Rounds):
                 self._write_clients(self.paths.clients)
                 if not distributed.is_first():
                     return
+                if self.position == self.rounds:
+                    self.paths.record_end(round=self.position, rule=self._stopped_by, reason=self.stopped)
                 self.log.draw(self.paths.path, title(self._described), self.sampler)
 
     def _write_clients(self, path: Path) -> None:

@@ -11,11 +11,12 @@ from fedsim import distributed
 from fedsim.durable_files import writing
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._folder import RunFolder
-from fedsim.experiment._lines import Line, scalar_metrics, score, score_name
+from fedsim.experiment._lines import Line, score, score_name
 from fedsim.experiment._metrics_file import MetricsFile
 from fedsim.experiment._report import draw_learning_curve
 from fedsim.experiment._writers import Writer, open_writers
 from fedsim.plots import plot_nodes, plot_progress, plot_timeline
+from fedsim.run_files import scalar_metrics
 from fedsim.samplers import Sampler
 from fedsim.systems import ScheduledSampler
 
@@ -149,7 +150,7 @@ class RunLog:
             names = [
                 name
                 for line in self.history
-                if (name := score_name(line) or next(iter(scalar_metrics(line)), None)) and line[name] is not None
+                if (name := score_name(line) or next(iter(scalar_metrics(line, "test")), None)) and line[name] is not None
             ]
             if names:
                 pictures["progress.png"] = lambda path: plot_progress({title: self.history}, names[-1]).savefig(path)

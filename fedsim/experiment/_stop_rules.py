@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from fedsim import checks
-from fedsim.experiment._lines import Line, is_better, scalar_metrics
+from fedsim.experiment._lines import Line, is_better
 from fedsim.names import make
-from fedsim.run_files import megabytes_of
+from fedsim.run_files import megabytes_of, scalar_metrics
 
 _SPLIT = "validation"
 

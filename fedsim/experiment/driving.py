@@ -23,7 +23,6 @@ from fedsim.experiment._folder import warn_of_changed_code as warn_of_changed_co
 from fedsim.experiment._lines import Line as Line
 from fedsim.experiment._lines import evaluation_line as evaluation_line
 from fedsim.experiment._lines import round_lines as round_lines
-from fedsim.experiment._lines import scalar_metrics as scalar_metrics
 from fedsim.experiment._lines import score as score
 from fedsim.experiment._lines import score_name as score_name
 from fedsim.experiment._lines import split_and_metric as split_and_metric

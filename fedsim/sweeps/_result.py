@@ -19,12 +19,11 @@ from fedsim.experiment.driving import (
     LossMonitor,
     RunFolder,
     is_diverged,
-    scalar_metrics,
     score,
     score_name,
     split_and_metric,
 )
-from fedsim.run_files import SPLITS
+from fedsim.run_files import scalar_metrics
 from fedsim.sweeps._grid import Setting
 
 _LOSS = "training loss"
@@ -100,7 +99,7 @@ class SweepResult:
             return "no run is finished"
         names = list(self.members[0].setting)
         line = self.members[0].line
-        metrics = [name for split in SPLITS for name in scalar_metrics(line, split)]
+        metrics = scalar_metrics(line)
         shown = metrics if scalar_metrics(line, "validation") else [name.removeprefix("test_") for name in metrics]
         columns = [*names, "seeds", *(name.replace("_", " ", 1) if name in metrics else name for name in shown), _LOSS]
         rows = [
@@ -149,7 +148,7 @@ class SweepResult:
 def with_result(member: SweepMember, monitor: LossMonitor) -> SweepMember:
     """Returns a member with the last lines of the metrics in its folder, and whether they diverge according to the monitor."""
     history = read_metrics(RunFolder(member.folder).metrics)
-    evaluated = [line for line in history if any(scalar_metrics(line, split) for split in SPLITS)]
+    evaluated = [line for line in history if scalar_metrics(line)]
     losses = [line.get("loss") for line in history if "seconds" in line]
     for line in history:
         monitor.add(line)

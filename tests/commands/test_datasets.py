@@ -65,11 +65,13 @@ def test_a_user_s_dataset_is_described_with_its_options(capsys, tmp_path, monkey
         "def load(data, cache, *, clients=100):\n"
         "    digits = datasets.load('digits')\n"
         "    ids = digits.train.client_ids[:clients]\n"
-        "    return {'train': digits.train.select(ids), 'test': digits.test.select(ids)}\n"
+        "    train, test = digits.train.select(ids), digits.test.select(ids)\n"
+        "    return {'train': train, 'test': test, 'validation': test.select(ids[:3])}\n"
     )
     assert main(["datasets", "describe", f"{tmp_path}/mine.py:load(clients=7)"]) == 0
     text = capsys.readouterr().out
-    assert "clients=100: how many are kept" in text and "train     7 clients" in text and "x: [8, 8, 1] uint8" in text
+    assert "clients=100: how many are kept" in text and "x: [8, 8, 1] uint8" in text
+    assert "train     7 clients" in text and "validation 3 clients" in text
     # Unknown facts are omitted.
     assert "licence" not in text and "source" not in text and "\n\n\n" not in text
 

@@ -133,6 +133,8 @@ def test_unfinished_repeated_and_damaged_runs_are_left_out_and_named(tmp_path):
     write_run(tmp_path / "again", [0.5, 0.6])
     write_run(tmp_path / "short", [0.5], seed=1, rounds=2)
     write_run(tmp_path / "ruled", [0.5], seed=2, rounds=2, stop_when="reached(value=0.5)")
+    config = write_run(tmp_path / "interrupted", [0.5], seed=5, rounds=2, stop_when="reached(value=0.5)") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "ended": None}))
     damaged = write_run(tmp_path / "damaged", [0.5, 0.6], seed=3) / "metrics.jsonl"
     damaged.write_text("oops\n" + damaged.read_text())
     (write_run(tmp_path / "unreadable", [0.5, 0.6], seed=4) / "config.json").write_text("{")
@@ -142,6 +144,7 @@ def test_unfinished_repeated_and_damaged_runs_are_left_out_and_named(tmp_path):
         "a": "finished",
         "again": "finished",
         "damaged": "metrics.jsonl has 1 lines that cannot be read",
+        "interrupted": "round 1 of 2",
         "ruled": "round 1 of 2: stopped by reached(value=0.5), or interrupted",
         "short": "round 1 of 2",
         "unreadable": "config.json cannot be read (JSONDecodeError)",

@@ -22,8 +22,9 @@ import pytest
 import fedsim
 from fedsim import rng
 from fedsim.experiment import read_metrics, run
-from fedsim.experiment.driving import round_lines, scalar_metrics
+from fedsim.experiment.driving import round_lines
 from fedsim.rounds import RoundInfo
+from fedsim.run_files import scalar_metrics
 
 
 def test_run_equals_apply_round_by_round(algorithm, sampler, data, bits):

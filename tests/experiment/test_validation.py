@@ -8,6 +8,7 @@ import pytest
 import fedsim
 from fedsim import experiment, sweeps
 from fedsim.commands import main
+from fedsim.comparison import read_runs
 from fedsim.configuration import RunConfig, Settings, build
 from fedsim.experiment import best_round, read_metrics, run_experiment
 
@@ -80,6 +81,10 @@ def test_a_run_ends_after_the_same_round_however_it_is_dispatched_or_resumed(tmp
         result = run_experiment(build(config, settings), config, settings, progress=False)
         assert "no better validation loss in 2 evaluations" in result.stopped and result.interrupted is None
         ends.append(result.round)
+        ended = experiment.read_config(settings.folder)["ended"]
+        assert ended == {"round": stop, "rule": "no_better(evaluations=2)", "reason": result.stopped}
+        (recorded,) = read_runs(settings.folder)
+        assert recorded.is_finished and recorded.state == f"round {stop} of 60: stopped by no_better(evaluations=2)"
         again = run_experiment(build(config, settings), config, settings, progress=False)
         assert (again.round, again.stopped) == (result.round, result.stopped)
         assert len(read_metrics(tmp_path / str(number) / "metrics.jsonl")) == len(result.history)
@@ -106,7 +111,7 @@ def test_rules_read_validation_metrics_bytes_and_simulated_seconds():
         experiment.STOP_RULES["reached"](value=0.5, metric="f1").reason(history({"validation_accuracy": 0.5}))
 
 
-def test_a_callback_ends_the_run_at_the_next_multiple_of_evaluate_every():
+def test_a_callback_ends_the_run_at_the_next_multiple_of_evaluate_every(tmp_path):
     lines = []
 
     def callback(line, state):
@@ -123,8 +128,11 @@ def test_a_callback_ends_the_run_at_the_next_multiple_of_evaluate_every():
             callbacks=[callback],
             progress=False,
             rounds_per_dispatch=length,
+            folder=tmp_path / str(length),
         )
         assert (result.round, result.stopped) == (8, "a callback said so after round 5") and max(lines) == 8
+        (recorded,) = read_runs(tmp_path / str(length))
+        assert recorded.is_finished and recorded.state == "round 8 of 20: stopped by a callback"
 
 
 def test_members_of_a_sweep_end_by_themselves_and_are_chosen_by_validation_data(tmp_path):
