@@ -173,13 +173,25 @@ def make(kind: str, text: str, known: Mapping[str, Callable[..., T]], expected: 
       **options: further options, which take precedence over those in ``text``.
 
     Raises:
-      ValueError: there is no such factory; it makes objects of another class; an option is unknown; a required one is missing.
+      ValueError: there is no such factory; it makes objects of another class; an option is unknown; a required one is missing;
+        or ``inner`` is not one of the registered names.
 
-    >>> make("size", "mean(first=1)", {"mean": lambda first, second=3: (first + second) / 2}, float)
-    2.0
+    The option ``inner`` names an object of the same kind: ``"bucketing(size=2, inner='krum(attackers=1)')"``.
+
+    >>> sizes = {"mean": lambda first, second=3: (first + second) / 2, "twice": lambda inner: 2 * inner}
+    >>> make("size", "mean(first=1)", sizes, float), make("size", "twice(inner='mean(first=1)')", sizes, float)
+    (2.0, 4.0)
     """
     name, given = parse_call(text)
     options = given | options
+    if "inner" in given and ":" not in name:
+        inner = given["inner"]
+        if not isinstance(inner, str) or ":" in parse_call(inner)[0]:
+            raise ValueError(
+                f"Expected inner to name a registered {kind}, in quotes, got inner={inner!r} in {text!r}: choose one of "
+                f"{', '.join(known)}."
+            )
+        options["inner"] = make(kind, inner, known, expected)
     factory = import_factory(kind, name, expected) if ":" in name else look_up(kind, name, known)
     check_options(kind, name, factory, options)
     if missing := sorted(required(factory) - set(options)):

@@ -77,6 +77,8 @@ PAPERS = {
     **dict.fromkeys(["uniform_quantizer", "rotated_uniform_quantizer"], "1611.00429"),
     **dict.fromkeys(["mean", "partly_uniform", "sum", "identity", "cast"], "–"),
     "fedavgm": "1909.06335",
+    "bucketing": "2006.09365",
+    "model_replacement": "1807.00459",
     "fednova": "2007.07481",
     "scaffold": "1910.06378",
     "feddyn": "2111.04263",
@@ -160,7 +162,6 @@ WITHOUT_NAME = {
         "SumAggregator",
         "Wrapper",
         "AuxMean",
-        "Bucketing",
         "Clipped",
         "Compressed",
         "FLTrust",
@@ -168,7 +169,7 @@ WITHOUT_NAME = {
         "Noised",
         "StackAggregator",
     ),
-    *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion", "ModelReplacement"),
+    *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),
 }
 
 

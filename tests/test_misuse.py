@@ -200,6 +200,7 @@ VALID = {
     "num_features": 16,
     "target": 1,
     "names": "linear/*",
+    "inner": attacks.SignFlip(),
 }
 WRONG = {float: [np.nan, np.inf, -1, "1", True], int: [np.nan, np.inf, -1, 1.5, "1", True], bool: ["no", 1, None]}
 MAY_BE_NEGATIVE = {("Histogram", "low"), ("Quantiles", "low"), ("PixelBackdoor", "value")}

@@ -37,8 +37,8 @@ from fedsim.aggregators._stack import StackAggregator as StackAggregator
 from fedsim.aggregators._trimmed_mean import TrimmedMean as TrimmedMean
 from fedsim.names import by_name
 
-# Aggregators that can be chosen by name. Wrappers need another aggregator as `inner`, and FLTrust the server's own update in a
-# round, so they are not listed.
+# Aggregators that can be chosen by name. FLTrust needs the server's own update in a round, so it is not listed, and neither are
+# wrappers that clients apply: they are options of their own (clip, compressor).
 AGGREGATORS: dict[str, type[Aggregator]] = by_name(
     Mean,
     PartlyUniform,
@@ -53,4 +53,5 @@ AGGREGATORS: dict[str, type[Aggregator]] = by_name(
     FLAME,
     CentredClipping,
     MinNorm,
+    Bucketing,
 )

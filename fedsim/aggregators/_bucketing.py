@@ -29,6 +29,8 @@ class Bucketing(Wrapper):
     attacker makes a whole bucket malicious: of n clients, f attackers become up to f of n / size buckets. Buckets are drawn in
     every round, from its key and the clients' positions in the cohort.
 
+    By name, as in a configuration, it is ``"bucketing(size=2, inner='krum(attackers=1)')"``.
+
     What clients do to their updates must be outside: ``Clipped(1.0, inner=Bucketing(2, inner=Krum(attackers=1)))``.
 
     Attributes:

@@ -21,7 +21,7 @@ from fedsim.attacks._model_replacement import ModelReplacement as ModelReplaceme
 from fedsim.attacks._sign_flip import SignFlip as SignFlip
 from fedsim.names import by_name
 
-# Attacks that can be chosen by name. ModelReplacement needs another attack as `inner`, so it is not listed.
+# Attacks that can be chosen by name.
 ATTACKS: dict[str, type[Attack]] = by_name(
-    LabelFlip, PixelBackdoor, SignFlip, GaussianNoise, ALittleIsEnough, InnerProduct, MinMax, MinSum
+    LabelFlip, PixelBackdoor, SignFlip, GaussianNoise, ALittleIsEnough, InnerProduct, MinMax, MinSum, ModelReplacement
 )

@@ -23,7 +23,8 @@ class ModelReplacement(Attack):
     """Attackers train on the examples of ``inner``, and scale their update so much that the mean becomes their model.
 
     The new model is then the attackers' model plus what the other clients add, which is little when training has converged. It
-    is exact for the mean with ``weighting="uniform"``.
+    is exact for the mean with ``weighting="uniform"``. By name, as in a configuration, it is
+    ``"model_replacement(inner='label_flip(num_classes=10)')"``; ``clients`` is then by default that of a round.
 
     Attributes:
       inner: the attack on the examples: `PixelBackdoor` or `LabelFlip`.

@@ -80,6 +80,7 @@ class Choices(DataOptions):
     epochs: str | None = None
     steps: str | None = None
     trust: bool = False
+    seed: str | None = None
 
 
 def configured(arguments: list[str], program: str, purpose: str, others: Mapping[str, Option]) -> Configured:
@@ -153,7 +154,9 @@ def _known(arguments: list[str], program: str, others: Mapping[str, Option]) -> 
     dataset = chosen.dataset or stored["config"].get("dataset", "digits")
     dataset = datasets.with_hash(datasets.with_options(absolute(dataset), chosen.given()))
     algorithm = absolute(chosen.algorithm or stored["config"].get("algorithm", "fedavg"))
-    about = datasets.describe(dataset)  # an unknown name, and what is wrong with a file, is the first error
+    seed = (chosen.seed or str(stored["config"].get("seed", 0))).partition(",")[0]
+    # An unknown name, and what is wrong with a file, is the first error. A file is divided as the first run needs it.
+    about = datasets.describe(datasets.with_seed(dataset, int(seed)) if seed.isdecimal() else dataset)
     cls = experiment.algorithm_class(algorithm)
     defaults, source = _defaults(chosen, stored["config"], dataset, algorithm, cls)
     if datasets.is_file(dataset) and "clients" not in stored["config"]:

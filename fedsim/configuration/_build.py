@@ -101,10 +101,14 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
     class_of, load = functools.cache(algorithm_class), functools.cache(functools.partial(_load, configs))
 
     models_of: Callable[..., Model | None] = functools.cache(_model_of)
+    defaults: dict[str, Any] = {}  # the models by dataset, which do not depend on the seed
     made = []
     for i, config in enumerate(configs):  # Wrong options of an algorithm are reported before a dataset is downloaded.
         cls = class_of(config.algorithm)
-        model = models_of(cls, config.dataset, **{name: getattr(config, name) for name in options_that_build("model")})
+        if config.dataset not in defaults:
+            defaults[config.dataset] = datasets.describe(config.drawn_dataset).default_model
+        default = defaults[config.dataset]
+        model = models_of(cls, config.dataset, default, **{name: getattr(config, name) for name in options_that_build("model")})
         nodes = load()[i].train.num_clients if "topology" in _fields(cls) else None
         made.append(_algorithm(cls, model, config, settings, nodes))
     samplers: dict[Any, Sampler] = {}
@@ -367,7 +371,10 @@ def _sampler(data: FederatedData, config: RunConfig, algorithm: Algorithm) -> Sa
         epochs = config.epochs if config.steps is None else config.steps
         sampler = Stragglers(sampler, fraction=config.stragglers, epochs=epochs, drop=config.drop_stragglers)
     if config.attack is not None:
-        attack = make("attack", config.attack, attacks.ATTACKS, attacks.Attack)
+        name, given = parse_call(config.attack)
+        # Model replacement scales updates by the number of clients of a cohort.
+        own = {"clients": config.clients} if name == "model_replacement" and "clients" not in given else {}
+        attack = make("attack", config.attack, attacks.ATTACKS, attacks.Attack, **own)
         sampler = Attacked(sampler, attack, fraction=config.attackers, seed=config.seed)
     return sampler
 
@@ -427,6 +434,7 @@ def algorithm_hyperparameters(cls: type[Algorithm]) -> dict[str, Hyperparameter]
 def _model_of(
     cls: type[Algorithm],
     dataset: str,
+    default: str | Callable[..., Model] | None,
     *,
     model: str | None,
     init_from: str | None,
@@ -444,7 +452,6 @@ def _model_of(
             raise ValueError(f"{cls.__name__} has no model, so it takes no {' or '.join(names)}: leave them out.")
         return None
     own = getattr(cls, "default_models", {}).get(parse_call(dataset)[0])
-    default = datasets.describe(dataset).default_model
     whole = _model(model or own or default, dataset, default)
     if init_from is not None:
         if hasattr(cls, "init_from"):

@@ -20,7 +20,7 @@ import dataclasses
 import fnmatch
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,27 @@ _MAX_CATEGORIES = 100
 _TEST_FRACTION = 0.2
 _WITHOUT_CLASSES = ("iid", "quantity_skew")
 _UNSCALED = np.zeros((), bool)
+
+
+def _remembered(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Keeps the last result while the file and the options are the same: a run needs the description before the data."""
+    key: Any = None
+    result: dict[str, Any] = {}
+
+    @functools.wraps(load)
+    def loaded(data: Path | None, cache: Path, *, name: str, **options: Any) -> dict[str, Any]:
+        nonlocal key, result
+        asked = data, name, repr(sorted(options.items())), _state_of(unpinned(name))
+        if asked != key:
+            key, result = None, {}  # The memory is free before the next file is read.
+            result = load(data, cache, name=name, **options)
+            for part in ("train", "test"):
+                for column in result[part].columns.values():
+                    column.setflags(write=False)  # Whoever loads the file again has the same arrays.
+            key = asked
+        return result
+
+    return loaded
 
 
 @register(
@@ -72,6 +93,7 @@ _UNSCALED = np.zeros((), bool)
     licence="that of your data",
     citation="the source of your data",
 )
+@_remembered
 def load_file(
     data: Path | None,
     cache: Path,
@@ -244,7 +266,7 @@ class _Table:
                 warnings.warn(
                     f"{self.path.name}: left out {', '.join(each or 'the column without a name' for each in left_out)}; texts "
                     "that are categories can be named in features= (--features).",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
         if not names:
             raise ValueError(
@@ -304,7 +326,7 @@ class _Table:
             )
         if absent.any():
             warnings.warn(
-                f"{self.path.name}: dropped {absent.sum():,} of {len(absent):,} rows, which lack a value.", stacklevel=4
+                f"{self.path.name}: dropped {absent.sum():,} of {len(absent):,} rows, which lack a value.", stacklevel=5
             )
         return np.flatnonzero(~absent)
 
@@ -430,7 +452,7 @@ def _divided(
                 "give another test_fraction."
             )
     if data.num_clients == 1:
-        warnings.warn(f"{path.name} has one client, so that its training is that of one machine.", stacklevel=4)
+        warnings.warn(f"{path.name} has one client, so that its training is that of one machine.", stacklevel=5)
     return {"train": train, "test": apart}
 
 

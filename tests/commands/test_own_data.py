@@ -9,6 +9,7 @@ import pytest
 
 import fedsim
 from fedsim.commands import main
+from fedsim.datasets import _file
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,8 @@ OPTIONS = ["--client-column", "user", "--label", "group", "--features", "age,cit
 
 @pytest.fixture(scope="module")
 def run(folder):
-    """The folder of a run with two rounds."""
+    """The folder of a run with two rounds, before which the file is divided once."""
+    seeds = []
     arguments = [
         "run",
         "--dataset",
@@ -36,11 +38,17 @@ def run(folder):
         *OPTIONS,
         "--rounds",
         "2",
+        "--seed",
+        "3",
         "--folder",
         f"{folder}/r",
         "--no-progress",
     ]
-    assert main(arguments) == 0
+    divided = _file._divided
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_file, "_divided", lambda *args, **options: seeds.append(options["seed"]) or divided(*args, **options))
+        assert main(arguments) == 0
+    assert seeds == [3]
     return folder / "r"
 
 

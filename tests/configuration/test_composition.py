@@ -29,6 +29,18 @@ def test_names_and_their_options_are_combined_into_one_aggregator():
     assert isinstance(algorithm.downlink, compressors.Cast)
 
 
+def test_aggregators_and_attacks_are_nested_by_name():
+    algorithm, sampler, _ = built(
+        aggregator="bucketing(size=3, inner='krum(attackers=1)')",
+        attack="model_replacement(inner='label_flip(num_classes=10)', server_learning_rate=0.5)",
+        clients=20,
+    )
+    assert algorithm.aggregator.size == 3 and algorithm.aggregator.inner.attackers == 1
+    attack = sampler.cohort(0).attack
+    assert (type(attack.inner).__name__, attack.clients, attack.server_learning_rate) == ("LabelFlip", 20, 0.5)
+    assert built(attack="model_replacement(inner='label_flip(num_classes=10)', clients=7)")[1].cohort(0).attack.clients == 7
+
+
 def test_every_field_that_options_build_is_one_of_an_algorithm():
     classes = [*algorithms.ALGORITHMS.values(), *decentralized.ALGORITHMS.values()]
     options = [*dataclasses.fields(RunConfig), *dataclasses.fields(Settings)]
@@ -63,6 +75,10 @@ def test_cohorts_have_attackers_and_stragglers():
             "ChocoSGD has a compressor of its own, for which error_feedback=True has no meaning",
         ),
         (dict(clip=-1.0), "clip=-1.0"),
+        (dict(aggregator="bucketing(inner='kurm')"), "There is no aggregator 'kurm'. Did you mean 'krum'"),
+        (dict(aggregator="bucketing(inner=3)"), "Expected inner to name a registered aggregator, in quotes, got inner=3"),
+        (dict(aggregator="bucketing(inner='mine.py:own')"), "Expected inner to name a registered aggregator"),
+        (dict(attack="model_replacement"), "The attack 'model_replacement' needs the option inner"),
         (dict(attack="sing_flip"), "There is no attack 'sing_flip'. Did you mean 'sign_flip'"),
         (dict(attack="sign_flip", attackers=1.5), "attackers=1.5"),
         (dict(stragglers=0.5, epochs=1), "epochs"),
