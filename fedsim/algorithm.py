@@ -88,6 +88,8 @@ class Algorithm:
       staleness: lets clients start from what the server sent in earlier rounds; None if all start from this round's.
       nonfinite: ``"drop"`` excludes updates with a NaN or an infinity from the round, counts them in the info, and warns
         once, at a later call. ``"raise"`` raises ``FloatingPointError``; it waits for every round.
+      update_norms: whether the round's info has the ``update_norm`` of every client, the Euclidean norm of its update before
+        compression and clipping, for the metrics and for samplers that it steers.
 
     Guarantees:
       - `apply` does not change its arguments, and its result depends on nothing else.
@@ -122,9 +124,11 @@ class Algorithm:
     averaging: float | None = None
     staleness: Staleness | None = None
     nonfinite: Literal["drop", "raise"] = "drop"
+    update_norms: bool = False
 
     def __post_init__(self) -> None:
         checks.one_of("drop", "raise", nonfinite=self.nonfinite)
+        checks.truth(update_norms=self.update_norms)
         checks.number(least=0, below=1, or_none=True, averaging=self.averaging, remedy="None computes no average")
         checks.instance(Execution, "fedsim.Jit()", execution=self.execution)
         checks.instance(Aggregator, "Mean()", aggregator=self.aggregator)

@@ -60,12 +60,20 @@ SAMPLERS = {
     "ShuffledSampler": lambda data, seed: fedsim.samplers.ShuffledSampler(data, clients=5, seed=seed),
     "DiurnalSampler": lambda data, seed: fedsim.samplers.DiurnalSampler(data, clients=5, seed=seed, period=6),
     "ScheduleSampler": schedule,
+    "ClusteredSampling": lambda data, seed: fedsim.samplers.ClusteredSampling(data, clients=5, seed=seed),
     "Stragglers": lambda data, seed: fedsim.samplers.Stragglers(
         fedsim.samplers.UniformSampler(data, clients=5, seed=seed), fraction=0.4, epochs=4
     ),
     "Attacked": lambda data, seed: fedsim.samplers.Attacked(
         fedsim.samplers.UniformSampler(data, clients=5, seed=seed), fedsim.attacks.SignFlip(), fraction=0.4, seed=0
     ),
+}
+
+# The same of samplers that observe values of the rounds before.
+STEERED = {
+    "PowerOfChoice": lambda data, seed: fedsim.samplers.PowerOfChoice(data, clients=3, candidates=5, seed=seed),
+    "Oort": lambda data, seed: fedsim.samplers.Oort(data, clients=3, seed=seed),
+    "ImportanceByNorm": lambda data, seed: fedsim.samplers.ImportanceByNorm(data, clients=3, seed=seed),
 }
 
 

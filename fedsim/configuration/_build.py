@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 import types
 import typing
@@ -23,11 +24,11 @@ from fedsim.configuration._validation import with_validation
 from fedsim.data import Batches, FederatedData, population_identity
 from fedsim.execution import share_programs
 from fedsim.model import Model
-from fedsim.names import did_you_mean, import_reference, look_up, make, parse_call, required
+from fedsim.names import check_options, did_you_mean, import_reference, look_up, make, parse_call, required
 from fedsim.partitioners import hide_labels, only_labelled
 from fedsim.pinned_files import pinned_path
-from fedsim.rounds import are_alike, numbers_of, with_numbers
-from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
+from fedsim.rounds import Staleness, are_alike, numbers_of, with_numbers
+from fedsim.samplers import SAMPLERS, Attacked, Sampler, Stragglers, check_fits, checked_cohort
 from fedsim.saved_arrays import read_params
 
 _SIMPLE = (float, int, str, bool)
@@ -117,6 +118,7 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
         key = id(splits.train), *(getattr(config, name) for name in options_of_samplers())
         if key not in samplers:
             samplers[key] = _sampler(_with_few_labels(splits.train, type(algorithm), config), config, algorithm)
+        algorithm = _reporting_for(algorithm, samplers[key])
         experiment = Experiment(algorithm, samplers[key], splits.test, splits.validation)
         experiments.append(_with_virtual_clock(experiment, config))
     _share_programs([experiment.algorithm for experiment in experiments], configs)
@@ -359,13 +361,18 @@ def _check_sum(aggregator: aggregators.Aggregator, config: RunConfig) -> None:
 
 
 def _sampler(data: FederatedData, config: RunConfig, algorithm: Algorithm) -> Sampler:
-    """Returns a uniform sampler, or that of an algorithm without a server, with the stragglers and attackers of the config."""
+    """Returns the config's sampler, or that of an algorithm without a server, with the config's stragglers and attackers."""
     own = getattr(algorithm, "sampler", None)
     if own is not None:
+        if config.sampler is not None:
+            raise ValueError(
+                f"{type(algorithm).__name__} has no server that chooses clients, so it takes no sampler, got "
+                f"sampler={config.sampler!r}: leave it out."
+            )
         devices = systems.Devices(_law("seconds", config.client_devices)) if config.client_devices else None
         sampler: Any = own(data, clients=config.clients, devices=devices, seed=config.seed)
     else:
-        sampler = UniformSampler(data, clients=config.clients, seed=config.seed)
+        sampler = _named_sampler(config.sampler or "uniform", data, config)
     if config.stragglers:
         # The sampler draws a fraction of the epochs. If there is a number of steps instead, it is a fraction of the steps.
         epochs = config.epochs if config.steps is None else config.steps
@@ -377,6 +384,27 @@ def _sampler(data: FederatedData, config: RunConfig, algorithm: Algorithm) -> Sa
         attack = make("attack", config.attack, attacks.ATTACKS, attacks.Attack, **own)
         sampler = Attacked(sampler, attack, fraction=config.attackers, seed=config.seed)
     return sampler
+
+
+def _named_sampler(text: str, data: FederatedData, config: RunConfig) -> Sampler:
+    """Returns the sampler that a text names, with the clients, the seed and, if it has one, the weighting of the config."""
+    name, options = parse_call(text)
+    cls: Any = look_up("sampler", name, SAMPLERS)
+    given: dict[str, Any] = {"data": data, "clients": config.clients, "seed": config.seed}
+    if "weighting" in inspect.signature(cls).parameters:
+        given["weighting"] = config.weighting
+    check_options("sampler", name, cls, options, reserved=given)
+    return make("sampler", text, SAMPLERS, object, **given)
+
+
+def _reporting_for(algorithm: Algorithm, sampler: Sampler) -> Algorithm:
+    """Returns the algorithm with what its sampler needs: norms of updates, and factors of the clients' weights."""
+    if "update_norm" in getattr(sampler, "observes", ()):
+        algorithm = dataclasses.replace(algorithm, update_norms=True)
+    if checked_cohort(sampler, 0).arrivals is not None and algorithm.staleness is None:
+        algorithm = dataclasses.replace(algorithm, staleness=Staleness(bound=0))
+    check_fits(sampler, algorithm)
+    return algorithm
 
 
 def algorithm_class(name: str) -> type[Algorithm]:

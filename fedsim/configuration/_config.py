@@ -166,7 +166,7 @@ class RunConfig:
         of_sampler=True,
     )
     weighting: Literal["examples", "uniform"] = _option(
-        "examples", "algorithm", "Weight of a client: its number of examples, or 1."
+        "examples", "algorithm", "Weight of a client: its number of examples, or 1.", of_sampler=True
     )
     nonfinite: Literal["drop", "raise"] = _option(
         "drop", "algorithm", "Leave a client update that is not finite out, or stop the run."
@@ -295,6 +295,13 @@ class RunConfig:
     rounds: int = _option(100, "training", "Number of rounds.", builds="client_optimizer")
     clients: int = _option(
         10, "training", "Clients per round. Without a server all take part, but for adpsgd.", of_sampler=True
+    )
+    sampler: str | None = _option(
+        None,
+        "training",
+        "How the clients of a round are chosen: 'power_of_choice(candidates=30)', oort, clustered_sampling, ...; default: "
+        "uniform.",
+        of_sampler=True,
     )
     batch_size: int = _option(20, "training", "Examples per client step.", builds="batches", of_sampler=True)
     microbatch: int | None = _option(

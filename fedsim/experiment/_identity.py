@@ -17,7 +17,7 @@ from fedsim.descriptions import SIMPLE, call_text, fields_of, hash_of, text_of
 from fedsim.execution import Execution
 from fedsim.experiment._environment import jax_settings, versions
 from fedsim.model import Model
-from fedsim.samplers import Sampler, checked_cohort
+from fedsim.samplers import Sampler, checked_cohort, is_steered
 from fedsim.systems import Schedule
 
 # The attributes of a sampler do not always say which clients it samples, so this many cohorts, spread over the rounds, do.
@@ -89,7 +89,8 @@ def title(described: Mapping[str, Any]) -> str:
 
 def _cohort_hash(sampler: Sampler, rounds: int) -> str:
     """Returns a hash of the clients, the stragglers' work and the attackers of some rounds, the first and last included."""
-    some = [checked_cohort(sampler, round) for round in sorted({(rounds - 1) * i // (_COHORTS - 1) for i in range(_COHORTS)})]
+    last = 0 if is_steered(sampler) else rounds - 1  # Its later cohorts are known during the run.
+    some = [checked_cohort(sampler, round) for round in sorted({last * i // (_COHORTS - 1) for i in range(_COHORTS)})]
     arrays = [array for cohort in some for array in (cohort.clients, cohort.work, cohort.attackers)]
     return hash_of(*(b"" if array is None else np.ascontiguousarray(array).tobytes() for array in arrays))
 

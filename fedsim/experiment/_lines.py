@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from fedsim.evaluation import Evaluation
 from fedsim.metrics import Better, better_of
 from fedsim.rounds import RoundInfo
 from fedsim.run_files import SPLITS, USUAL_METRICS, scalar_metrics
+from fedsim.samplers import Observation, Sampler, is_steered
 
 Line = dict[str, Any]
 
@@ -76,6 +78,44 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
         | {"seconds": seconds / rounds}
         for i in range(rounds)
     ]
+
+
+def observed(sampler: Sampler, history: Sequence[Line], rounds: int | None = None) -> Sampler:
+    """Returns a sampler after the rounds of a history: the same, unless values steer it, see `fedsim.samplers.SteeredSampler`.
+
+    Args:
+      sampler: the sampler before the first round.
+      history: lines of the metrics.
+      rounds: the number of finished rounds, all of which must be there; None: as many as there are without a gap.
+
+    Raises:
+      ValueError: the observation of a round is missing, or the sampler has observed rounds before.
+
+    >>> from fedsim.samplers import PowerOfChoice
+    >>> data = FederatedData.from_arrays({"x": np.zeros(3)}, sizes=[1, 1, 1])
+    >>> sampler = PowerOfChoice(data, clients=1, candidates=3, seed=0)
+    >>> history = [{"round": 1, "observed": {"clients": [2], "loss": [0.5]}}, {"round": 1, "test_loss": 0.4}]
+    >>> observed(sampler, history, 1).memory(1).tolist()
+    [inf, inf, 0.5]
+    """
+    if not is_steered(sampler):
+        return sampler
+    steered: Any = sampler
+    if known := len(getattr(steered, "observations", ())):
+        raise ValueError(
+            f"Expected the sampler {type(sampler).__name__} as it is before the first round, got one that has observed {known} "
+            "rounds: give the one that observe was first called on."
+        )
+    found = {line["round"]: line["observed"] for line in history if "observed" in line}
+    count = next(number for number in itertools.count() if number + 1 not in found)
+    if rounds is not None and count < rounds:
+        raise ValueError(
+            f"The values of round {count + 1}, which steer the sampler {type(sampler).__name__}, are missing in metrics.jsonl, "
+            f"and {rounds} rounds are finished: start the run again in another folder."
+        )
+    for number in range(1, count + 1 if rounds is None else rounds + 1):
+        steered = steered.observe(Observation.from_json(found[number]))
+    return steered
 
 
 def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int, split: str = "test") -> Line:

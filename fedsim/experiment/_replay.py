@@ -22,8 +22,10 @@ from fedsim.execution import call_of_updates, run_client
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._dispatch import cohorts
 from fedsim.experiment._folder import RunFolder, is_sweep, read_config, stored_run, warn_of_changed_code
+from fedsim.experiment._lines import observed
 from fedsim.experiment._run import State, newest_state
-from fedsim.samplers import Sampler, checked_cohort
+from fedsim.experiment._writers import read_metrics
+from fedsim.samplers import Sampler, checked_cohort, is_steered
 
 # So many rounds are sent to the devices at once on the way from a checkpoint to the round.
 _ROUNDS_TOGETHER = 16
@@ -178,6 +180,7 @@ class RunRound:
         if type(algorithm).apply is not Algorithm.apply:
             raise ValueError(f"{type(algorithm).__name__} overrides apply, so its clients cannot be run alone.")
         first = checked_cohort(sampler, 0)
+        sampler = observed(sampler, read_metrics(RunFolder(Path(folder)).metrics)) if is_steered(sampler) else sampler
         with only_errors():
             algorithm.check(first.data)
         return cls(

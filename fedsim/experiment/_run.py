@@ -28,13 +28,13 @@ from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._environment import code_of
 from fedsim.experiment._folder import RunFolder, resume_command
 from fedsim.experiment._identity import describe, process_identity, rows_identity, title
-from fedsim.experiment._lines import Line, clients_table, evaluation_line, round_lines
+from fedsim.experiment._lines import Line, clients_table, evaluation_line, observed, round_lines
 from fedsim.experiment._report import devices_of
 from fedsim.experiment._run_log import Callback, RunLog
 from fedsim.experiment._stop_rules import stop_rules
 from fedsim.experiment._trust import imported_modules
 from fedsim.rounds import RoundInfo
-from fedsim.samplers import Sampler, checked_cohort
+from fedsim.samplers import Observation, Sampler, check_fits, checked_cohort, is_steered
 
 
 class Run(Rounds):
@@ -92,8 +92,11 @@ class Run(Rounds):
         self._evaluate_every, self._checkpoint_every, self._config = evaluate_every, checkpoint_every, config
         self._test_data = test_data
         first = checked_cohort(sampler, 0)
-        # A schedule that is too short raises its error now instead of after its last round.
-        checked_cohort(sampler, rounds - 1, first)
+        check_fits(sampler, algorithm)
+        if is_steered(sampler):
+            fixed_length = 1
+        else:  # A schedule that is too short raises its error now instead of after its last round.
+            checked_cohort(sampler, rounds - 1, first)
         algorithm.check(first.data)
         key = rng.stream(first.key, "init")
         like = jax.eval_shape(algorithm.init, key)
@@ -145,6 +148,7 @@ class Run(Rounds):
             self.log = RunLog(self.paths, self.position, checkpoints, callbacks, self._is_evaluated, writers, self._described)
             try:
                 self.state = checkpoints.with_row_file(self.state) if checkpoints else self.state
+                self.sampler = observed(sampler, self.log.history, self.position)
             except BaseException:
                 self.close()
                 raise
@@ -168,7 +172,8 @@ class Run(Rounds):
     @property
     def waits(self) -> bool:
         # Where the run ends must not depend on how many rounds are sent to the devices at once.
-        return self._can_stop and self._is_evaluated(self.position) and self._finished < self.position
+        may_stop = self._can_stop and self._is_evaluated(self.position)
+        return (may_stop or is_steered(self.sampler)) and self._finished < self.position
 
     def _stop_if_due(self) -> None:
         """Ends the run after the last finished round, if that was evaluated and a rule or a callback says so."""
@@ -206,6 +211,10 @@ class Run(Rounds):
             report_problems(self.algorithm, infos, dispatch.cohorts)
         measured = round_lines(infos, stop - length, length, seconds / members)
         measured = [{**line, **cohort.measures} for line, cohort in zip(measured, dispatch.cohorts, strict=True)]
+        if is_steered(steered := self.sampler):
+            ((cohort,), (line,)) = dispatch.cohorts, measured
+            observation = Observation.of(cohort, jax.tree.map(lambda x: x[0], infos), steered.observes)
+            line["observed"], self.sampler = observation.to_json(), steered.observe(observation)
         self.log.write(measured, dispatch.state)
         if self._evaluates and self._is_evaluated(stop):
             if self._evaluation_waits:

@@ -14,7 +14,7 @@ from fedsim.data import FederatedData
 from fedsim.evaluation import evaluate_personalized
 from fedsim.experiment._default_evaluation import Scores, State, default_evaluation
 from fedsim.experiment._folder import RunFolder, is_sweep, read_config, stored_run, warn_of_changed_code
-from fedsim.experiment._lines import Line
+from fedsim.experiment._lines import Line, observed
 from fedsim.experiment._loop import restore
 from fedsim.experiment._metrics_file import read_metrics
 from fedsim.samplers import Sampler
@@ -114,6 +114,7 @@ def load(folder: str | Path, *, which: Literal["last", "best"] = "last", setting
     experiment = build(config, settings or own)
     state, round = restore(folder, experiment.algorithm, which, experiment.sampler.data)
     history = read_metrics(RunFolder(Path(folder)).metrics)
+    experiment = experiment._replace(sampler=observed(experiment.sampler, history, round))
     return StoredRun(
         folder=Path(folder), config=config, **experiment._asdict(), state=state, round=round, history=history,
     )  # fmt: skip

@@ -19,7 +19,16 @@ from fedsim.rounds._state import Shared, with_params
 # Names that `RoundInfo.clients` has for every algorithm. Where the aggregator sends updates as they are, an algorithm may
 # report bits itself.
 _NAMES_OF_BITS = {"bits_up", "entropy_bits_up"}
-_NAMES = {"num_examples", "num_steps", "weight", "dropped", "attacker", "staleness", "bits_down"} | _NAMES_OF_BITS
+_NAMES = {
+    "num_examples",
+    "num_steps",
+    "weight",
+    "dropped",
+    "attacker",
+    "staleness",
+    "update_norm",
+    "bits_down",
+} | _NAMES_OF_BITS
 
 
 class Call(NamedTuple):
@@ -129,6 +138,8 @@ def send_up(
     aggregator_memory: Any,
     attack: Attack | None,
     attacks: jax.Array,
+    *,
+    with_norm: bool,
 ) -> Received:
     """Sends a client's update to the server, once, after the client's last step.
 
@@ -144,6 +155,7 @@ def send_up(
       aggregator_memory: what the client kept for the aggregator of this call.
       attack: the cohort's attack or None.
       attacks: whether this client is an attacker, ``bool []``.
+      with_norm: whether the entries have the norm of the update, see `fedsim.Algorithm`.
 
     Raises:
       ValueError: ``result`` takes a name of the round's own info, or holds a memory of another structure than
@@ -165,6 +177,9 @@ def send_up(
     of_client = parts.of_client if isinstance(parts, ModelParts) else ()
     finite = _is_finite((arrived, () if callable(memory) else memory, of_client)) & jnp.isfinite(weight)
     arrived = tree.select(finite, arrived, zeros)
+    if with_norm:
+        floats = [leaf for leaf in jax.tree.leaves(arrived) if tree.is_float(leaf)]
+        entries["update_norm"] = jnp.sqrt(tree.squared_norm(floats)).astype(jnp.float32)
     if not aggregator.sends_unchanged:
         message = aggregator.send(arrived, server_memory, aggregator_memory, rng.stream(client.key, "send"))
         # A message in half precision may overflow where the update does not.

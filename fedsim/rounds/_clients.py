@@ -363,7 +363,9 @@ class Clients:
             result = result._replace(update=_with_aux(result.update, moved), memory=memory)
         of_server = kept("server memory", call.aggregator.init(jax.tree.map(jnp.zeros_like, result.update)))
         of_client = kept("aggregator memory", call.aggregator.client_memory(tree.shapes(result.update)))
-        message = send_up(call, client, result, of_server, of_client, self.attack, own.attacker)
+        message = send_up(
+            call, client, result, of_server, of_client, self.attack, own.attacker, with_norm=self.algorithm.update_norms
+        )
         arrived, entries = message.update, message.entries
         if (staleness := self.algorithm.staleness) is not None:
             entries = {**entries, "weight": entries["weight"] * own.weight}

@@ -60,6 +60,11 @@ class FederatedAlgorithm(Protocol):
         ...
 
     @property
+    def update_norms(self) -> bool:
+        """Whether the info has the norm of each client's update."""
+        ...
+
+    @property
     def has_memory(self) -> bool:
         """Whether clients, the aggregator or the downlink may keep a memory between rounds."""
         ...
@@ -161,6 +166,8 @@ class RoundInfo(NamedTuple):
         - ``entropy_bits_up``: ``float32``, the estimated size of what the client sent, if it were entropy coded.
         - ``attacker``: ``bool``, only in a cohort under attack.
         - ``staleness``: ``int32``, how many rounds ago the client started, only for an algorithm with ``staleness``.
+        - ``update_norm``: ``float32``, the norm of the update before compression and clipping, 0 for one that does not count,
+          only for an algorithm with ``update_norms``.
         - everything in the algorithm's ``ClientUpdate.info``.
 
       num_dropped: ``int32 []``, clients whose update held a NaN or an infinity and was left out.

@@ -63,6 +63,37 @@ def checked_cohort(sampler: Sampler, round: int, first: Cohort | None = None) ->
     return cohort
 
 
+def check_fits(sampler: Sampler, algorithm: Any) -> None:
+    """Raises ``ValueError`` unless an algorithm reports and weights what a sampler assumes.
+
+    A sampler may have an attribute ``weighting``, the weighting of the algorithm with which its estimates are unbiased.
+
+    >>> import types, fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": [1.0, 2.0]}, sizes=[1, 1])
+    >>> sampler = fedsim.samplers.ClusteredSampling(data, clients=1, seed=0)
+    >>> check_fits(sampler, types.SimpleNamespace(weighting="uniform"))
+    >>> check_fits(sampler, types.SimpleNamespace(weighting="examples"))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected an algorithm with weighting='uniform' for ClusteredSampling, got weighting='examples': ...
+    """
+    inner: Any = sampler
+    while hasattr(inner, "sampler"):
+        inner = inner.sampler
+    expected, got = getattr(inner, "weighting", None), getattr(algorithm, "weighting", None)
+    if expected is not None and got != expected:
+        raise ValueError(
+            f"Expected an algorithm with weighting={expected!r} for {type(inner).__name__}, got weighting={got!r}: its updates "
+            f"would not be those of the whole population on average; give weighting={expected!r}, or another sampler."
+        )
+    names = getattr(sampler, "observes", ())
+    if "update_norm" in names and not getattr(algorithm, "update_norms", False):
+        raise ValueError(
+            f"{type(inner).__name__} needs the norms of updates, and the algorithm does not report them: give it "
+            "update_norms=True."
+        )
+
+
 def check_is_cohort(value: Any, source: str) -> None:
     """Raises ``ValueError`` unless ``value`` is a `Cohort`; ``source`` begins the message.
 

@@ -52,9 +52,7 @@ class PoissonSampler(SeededSampler):
         checks.number(
             above=0, most=1, probability=probability, remedy="it is the probability that a client takes part in a round"
         )
-        mean, log = probability * data.num_clients, -math.log(_OVERFLOW)
-        spread = log / 3 + math.sqrt(log**2 / 9 + 2 * log * mean * (1 - probability))
-        super().__init__(data, clients=min(data.num_clients, math.ceil(mean + spread)), seed=seed)
+        super().__init__(data, clients=poisson_slots(probability, data.num_clients), seed=seed)
         self.probability = float(probability)
 
     def _draw(self, round: int) -> np.ndarray:
@@ -70,3 +68,15 @@ class PoissonSampler(SeededSampler):
             last = chosen[-1][-1]
         positions = np.concatenate(chosen)
         return positions[positions < population].astype(np.int32)
+
+
+def poisson_slots(probability: float, population: int) -> int:
+    """Returns a number of slots that is too small less often than once in 10**12 rounds, by Bernstein's inequality.
+
+    Args:
+      probability: the mean of the clients' probabilities; their number varies most if all have this one.
+      population: the number of clients, which are selected independently.
+    """
+    mean, log = probability * population, -math.log(_OVERFLOW)
+    spread = log / 3 + math.sqrt(log**2 / 9 + 2 * log * mean * (1 - probability))
+    return min(population, math.ceil(mean + spread))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
 
 from fedsim import checks, rng
-from fedsim.data import Cohort, FederatedData
+from fedsim.data import Arrivals, Cohort, FederatedData
 from fedsim.samplers._checked import checked_cohort
+from fedsim.samplers._observation import Observation
 from fedsim.samplers._protocol import Sampler
+
+W = TypeVar("W", bound="WrappedSampler")
 
 
 class SeededSampler:
@@ -42,7 +47,8 @@ class SeededSampler:
         if not 0 <= round < 2**31:
             raise ValueError(f"Expected 0 <= round < 2**31, got round={round}: rounds count from 0.")
         chosen = self._draw(round)
-        return Cohort(self.data, chosen, round, self.key, slots=max(self.clients, len(chosen)))
+        slots = max(self.clients, len(chosen))
+        return Cohort(self.data, chosen, round, self.key, slots=slots, arrivals=self._arrivals(round, chosen))
 
     def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
         """Returns the cohorts of rounds ``start`` to ``stop - 1``."""
@@ -51,6 +57,10 @@ class SeededSampler:
     def _draw(self, round: int) -> np.ndarray:
         """Returns the positions of a round's clients, ``[n]``, without duplicates."""
         raise NotImplementedError
+
+    def _arrivals(self, round: int, chosen: np.ndarray) -> Arrivals | None:
+        """Returns the factors of a round's clients in the aggregate; None for 1."""
+        return None
 
     def _generator(self, round: int) -> np.random.Generator:
         """Returns the random generator of a round."""
@@ -76,6 +86,22 @@ class WrappedSampler:
     def key(self) -> jax.Array:
         """The run's root key."""
         return checked_cohort(self.sampler, 0).key
+
+    @property
+    def observes(self) -> Sequence[str]:
+        """What the sampler inside observes, see `fedsim.samplers.SteeredSampler`."""
+        return getattr(self.sampler, "observes", ())
+
+    @property
+    def observations(self) -> Sequence[Observation]:
+        """What the sampler inside has observed."""
+        return getattr(self.sampler, "observations", ())
+
+    def observe(self: W, observation: Observation) -> W:
+        """Returns the same around a sampler that has observed one more round."""
+        after, inner = copy.copy(self), self.sampler
+        after.sampler = inner.observe(observation)  # type: ignore[attr-defined]
+        return after
 
     def cohort(self, round: int) -> Cohort:
         """Returns the cohort of a round."""

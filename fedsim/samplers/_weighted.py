@@ -85,8 +85,14 @@ class WeightedSampler(SeededSampler):
         """Completes the cohort: sorted exponentials of rate w_i have the order of successive sampling."""
         weights = self._weights.copy()
         weights[chosen] = 0
-        with np.errstate(divide="ignore"):
-            keys = draw.standard_exponential(len(weights)) / weights
-        missing = self.clients - len(chosen)
-        first = np.argpartition(keys, missing - 1)[:missing]
-        return first[np.argsort(keys[first])]
+        return successive(draw, weights, self.clients - len(chosen))
+
+
+def successive(draw: np.random.Generator, weights: np.ndarray, count: int) -> np.ndarray:
+    """Returns ``count`` of some positions by successive sampling with these weights; those of weight 0 come last."""
+    if not count:
+        return np.zeros(0, np.int64)
+    with np.errstate(divide="ignore", over="ignore"):
+        keys = draw.standard_exponential(len(weights)) / weights
+    first = np.argpartition(keys, count - 1)[:count]
+    return first[np.argsort(keys[first])]

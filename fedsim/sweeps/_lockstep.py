@@ -21,6 +21,7 @@ from fedsim.data import Cohort
 from fedsim.execution import Member, Wave, release
 from fedsim.experiment.driving import DispatchedRounds, Interruption, Rounds, Stopwatch, pipelined, warnings_above
 from fedsim.rounds import RoundPlan
+from fedsim.samplers import is_steered
 from fedsim.sweeps._grid import named
 from fedsim.sweeps._ways import Job, side_by_side
 
@@ -134,7 +135,9 @@ def _run_wave(
 def _wave(runs: Mapping[Job, Rounds], on_device: int, plans: Plans) -> Wave:
     """Moves the states of members to the devices, where they run at the same time."""
     first = next(iter(runs))
-    members = [Member(run.algorithm, run.state, run.first, id(run.sampler)) for run in runs.values()]
+    # The cohorts of a steered sampler depend on the member's own values.
+    plans_of = {job: object() if is_steered(run.sampler) else id(run.sampler) for job, run in runs.items()}
+    members = [Member(run.algorithm, run.state, run.first, plans_of[job]) for job, run in runs.items()]
     for run in runs.values():
         run.state = None
     length = max(run.lengths.limit for run in runs.values())

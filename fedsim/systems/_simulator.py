@@ -18,7 +18,7 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.descriptions import hash_of, text_of
-from fedsim.samplers import Sampler, checked_cohort
+from fedsim.samplers import Sampler, checked_cohort, is_steered
 from fedsim.systems._devices import Devices
 from fedsim.systems._dispatch import Clients, Policy
 from fedsim.systems._faults import Faults, FaultSchedule
@@ -82,6 +82,12 @@ class Simulator:
             checks.instance(Faults, "Faults(message_loss=0.1), or of FaultSchedule", faults=faults)
         checks.instance(Policy, "Policy(timeout=60.0)", or_none=True, policy=policy)
         cohort = checked_cohort(sampler, 0)
+        if is_steered(sampler) or cohort.arrivals is not None:
+            what = "whose cohorts depend on values of earlier rounds" if is_steered(sampler) else "that weights its clients"
+            raise ValueError(
+                f"Expected a sampler whose cohorts are known before the run for a virtual clock, got {type(sampler).__name__}, "
+                f"{what}: use fedsim.UniformSampler, for example, or run without a clock."
+            )
         population = cohort.data.num_clients
         steps = np.asarray(steps)
         if steps.shape != (population,) or steps.dtype.kind not in "iu" or steps.min() < 0:

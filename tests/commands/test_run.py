@@ -59,6 +59,7 @@ def test_run_from_a_folder_with_another_algorithm_keeps_the_rest(finished, tmp_p
     assert config["rounds"] == 4 and config["model"] == "digits_logistic" and config["seed"] == 4
     assert config["hyperparameters"] == {
         "averaging": None,
+        "update_norms": False,
         "momentum": 0.5,
         "server_learning_rate": published("digits", "fedavgm").values["server_learning_rate"],
     }
@@ -119,6 +120,7 @@ _FACTORIES = {
     "synchronization": fedsim.systems.SYNCHRONIZATIONS,
     "client_devices": fedsim.systems.LAWS,
     "client_optimizer": OPTIMIZERS,
+    "sampler": fedsim.samplers.SAMPLERS,
 }
 
 
@@ -133,6 +135,8 @@ def test_every_example_of_the_help_is_accepted():
         for example in named:
             options = {"nodes": 16} if field.name == "topology" else {}
             options |= {"learning_rate": 0.1} if field.name == "client_optimizer" else {}
+            if field.name == "sampler":
+                options = {"data": fedsim.datasets.load(RunConfig().dataset).train, "clients": 10, "seed": 0}
             made = make(field.name, example, _FACTORIES[field.name], object, **options)
             RunConfig(**{field.name: example})
             if field.name == "aggregator":  # an example may need a larger cohort than the default
