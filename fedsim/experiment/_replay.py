@@ -23,8 +23,8 @@ from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._dispatch import cohorts
 from fedsim.experiment._folder import RunFolder, is_sweep, read_config, stored_run, warn_of_changed_code
 from fedsim.experiment._lines import observed
+from fedsim.experiment._metrics_file import read_metrics
 from fedsim.experiment._run import State, newest_state
-from fedsim.experiment._writers import read_metrics
 from fedsim.samplers import Sampler, checked_cohort, is_steered
 
 # So many rounds are sent to the devices at once on the way from a checkpoint to the round.
