@@ -13,7 +13,7 @@ import pytest
 import fedsim
 from fedsim import samplers
 from fedsim.experiment import bisect, load, read_metrics, replay, run
-from fedsim.experiment._writers import MetricsFile
+from fedsim.experiment._metrics_file import MetricsFile
 
 _MAKE = {
     "PowerOfChoice": lambda data: samplers.PowerOfChoice(data, clients=3, candidates=8, seed=7),
