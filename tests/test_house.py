@@ -123,7 +123,6 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.samplers.Sampler",
     "fedsim.systems.Dispatch",
     "fedsim.systems.Law",
-    "fedsim.systems.Schedule",
     "fedsim.systems.Server",
     "fedsim.systems.ServerSteps",
     "fedsim.systems.Timeline",

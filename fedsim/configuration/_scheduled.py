@@ -13,9 +13,10 @@ from fedsim.algorithms import FedAvg
 from fedsim.data import Cohort
 from fedsim.execution import num_steps, rounded_slots, traced_rounds
 from fedsim.rounds import RoundProgram, Staleness, check_scalable, check_scales
-from fedsim.samplers import Sampler, checked_cohort
+from fedsim.samplers import Sampler, checked_cohort, is_steered
 from fedsim.systems import (
     Asynchronous,
+    ClockedSampler,
     FedBuff,
     Schedule,
     ScheduledSampler,
@@ -29,7 +30,7 @@ class Scheduled(NamedTuple):
     """An algorithm that keeps as many versions as its clients need, the sampler of its cohorts, and the schedule."""
 
     algorithm: Algorithm
-    sampler: ScheduledSampler
+    sampler: ScheduledSampler | ClockedSampler
     schedule: Schedule
 
 
@@ -54,7 +55,8 @@ def scheduled(
 
     Returns:
       The ``algorithm``, which keeps as many versions of the model as its clients need; the ``sampler``, whose round r has the
-      clients whose updates server step r aggregates; and the ``schedule`` of the events.
+      clients whose updates server step r aggregates; and the ``schedule`` of the events. If values steer the sampler, it is
+      a `fedsim.systems.ClockedSampler`, and the schedule has the events of the first round alone.
 
     Raises:
       ValueError: see `fedsim.experiment.simulate`.
@@ -98,17 +100,22 @@ def scheduled(
     if mixing:
         check_scalable(algorithm)
         _traced(algorithm, first, Staleness(bound=0, mixing=True))  # checks that the updates are differences of parameters
-    sizes = first.data.sizes
-    plan = schedule(
-        sampler,
-        rounds,
-        seconds=seconds,
-        steps=num_steps(sizes, algorithm.batches, program.loops),
-        synchronization=synchronization,
+    arguments = {
+        "steps": num_steps(first.data.sizes, algorithm.batches, program.loops),
+        "synchronization": synchronization,
         **others,
-        bytes_down=tree.num_bits(program.calls[0].shared) // 8 if bytes_down is None else bytes_down,
-        bytes_up=tree.num_bits(program.calls[0].update) // 8 if bytes_up is None else bytes_up,
-    )
+        "bytes_down": tree.num_bits(program.calls[0].shared) // 8 if bytes_down is None else bytes_down,
+        "bytes_up": tree.num_bits(program.calls[0].update) // 8 if bytes_up is None else bytes_up,
+    }
+    if is_steered(sampler):
+        if seconds is not None:
+            raise ValueError(
+                f"Expected rounds for {type(sampler).__name__}, whose events depend on values of the run, got seconds="
+                f"{seconds}: give rounds, and stop_when='spent(seconds=...)'."
+            )
+        clocked = ClockedSampler(sampler, **arguments)
+        return Scheduled(dataclasses.replace(algorithm, staleness=Staleness(bound=0)), clocked, clocked.schedule)
+    plan = schedule(sampler, rounds, seconds=seconds, **arguments)
     check_scales(algorithm, plan.updates.weight, plan.updates.scale)
     # Rounded up, so that seeds and lengths of a run share programs.
     bound = rounded_slots(plan.largest_staleness) if plan.largest_staleness else 0

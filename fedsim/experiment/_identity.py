@@ -100,7 +100,7 @@ def _sampler_text(sampler: Sampler) -> str:
     names = inspect.signature(type(sampler).__init__).parameters
     values = {name: getattr(sampler, name) for name in names if name not in ("self", "data", "key") and hasattr(sampler, name)}
     texts = {name: _sampler_text(value) if hasattr(value, "cohort") else _text(value) for name, value in values.items()}
-    if isinstance(schedule := values.get("schedule"), Schedule):
+    if isinstance(schedule := getattr(sampler, "schedule", None), Schedule):
         # What it was made with says more than its events; those of the aggregated updates are in the cohorts.
         texts["schedule"] = call_text(
             Schedule, {name: schedule.arguments[name] for name in _CLOCK if name in schedule.arguments}

@@ -18,7 +18,7 @@ from fedsim.experiment._writers import Writer, open_writers
 from fedsim.plots import plot_nodes, plot_progress, plot_timeline
 from fedsim.run_files import scalar_metrics
 from fedsim.samplers import Sampler
-from fedsim.systems import ScheduledSampler
+from fedsim.systems import ClockedSampler, ScheduledSampler
 
 State = Any
 Callback = Callable[[Line, State | None], object]
@@ -146,7 +146,7 @@ class RunLog:
         pictures: dict[str, Callable[[Path], object]] = {
             "learning_curve.png": lambda path: draw_learning_curve(self.history, path, title)
         }
-        if isinstance(sampler, ScheduledSampler):
+        if isinstance(sampler, ScheduledSampler | ClockedSampler):
             names = [
                 name
                 for line in self.history

@@ -7,9 +7,10 @@ from typing import Any
 
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import scheduled
+from fedsim.experiment._lines import observed
 from fedsim.experiment._loop import Result, run
 from fedsim.samplers import Sampler
-from fedsim.systems import Devices, Faults, FaultSchedule, Policy, Schedule, Synchronization
+from fedsim.systems import ClockedSampler, Devices, Faults, FaultSchedule, Policy, Schedule, Synchronization
 
 # A run until a time ends after so many server steps nevertheless, because durations may be zero.
 _MOST_ROUNDS = 1_000_000
@@ -102,6 +103,8 @@ def simulate(
         bytes_down=bytes_down,
         bytes_up=bytes_up,
     )
-    result = run(made.algorithm, made.sampler, rounds=len(made.schedule.steps.time), **options)
+    steps = rounds if rounds is not None and isinstance(made.sampler, ClockedSampler) else len(made.schedule.steps.time)
+    result = run(made.algorithm, made.sampler, rounds=steps, **options)
+    known: Any = observed(made.sampler, result.history)
     fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
-    return Simulation(**fields, schedule=made.schedule, algorithm=made.algorithm)
+    return Simulation(**fields, schedule=known.schedule, algorithm=made.algorithm)

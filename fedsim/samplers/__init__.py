@@ -25,6 +25,7 @@ from fedsim.samplers._schedule import ScheduleSampler as ScheduleSampler
 from fedsim.samplers._shuffled import ShuffledSampler as ShuffledSampler
 from fedsim.samplers._steered import SteeredSampler as SteeredSampler
 from fedsim.samplers._steered import is_steered as is_steered
+from fedsim.samplers._steered import not_observed as not_observed
 from fedsim.samplers._stragglers import Stragglers as Stragglers
 from fedsim.samplers._uniform import UniformSampler as UniformSampler
 from fedsim.samplers._weighted import WeightedSampler as WeightedSampler

@@ -11,7 +11,8 @@ by rank; the others have never taken part, and are drawn with probabilities prop
 0.9 and is multiplied by 0.98 in each round until it is 0.2. The statistical utility is clipped at its 95 % quantile.
 
 Deviations: The square root of the mean of squared losses is replaced by the mean loss, which clients report and which is at
-most that. A client's durations and T are given, and not measured and adapted (the pacer). A client is never excluded for
+most that. T is given or the median of the clients' durations, which are
+measured on a virtual clock, and not adapted (the pacer). A client is never excluded for
 taking part often. If too few clients have not taken part, or have, the cohort is filled with the others.
 """
 
@@ -32,10 +33,15 @@ _CUT_OFF, _QUANTILE = 0.95, 0.95
 
 
 class _Seen(NamedTuple):
-    """``loss``, the last mean loss of each client, and ``last``, the round from 1 in which it last took part; 0 for never."""
+    """What is known of each client.
+
+    ``loss``, its last mean loss; ``last``, the round from 1 in which it last took part, 0 for never; ``seconds``, its last
+    duration, NaN if it is not known.
+    """
 
     loss: np.ndarray
     last: np.ndarray
+    seconds: np.ndarray
 
 
 class Oort(SteeredSampler):
@@ -48,8 +54,9 @@ class Oort(SteeredSampler):
       exploration: epsilon in the first round, the fraction of a cohort that has never taken part.
       exploration_decay: its factor per round.
       exploration_least: its smallest value.
-      seconds: ``[population]``, the time that each client needs for a round, larger than 0; None: all are equally fast.
-      deadline: T, the preferred duration of a round in seconds; None: the median of ``seconds``.
+      seconds: ``[population]``, the time that each client needs for a round, larger than 0; None: it is measured on a virtual
+        clock, and all clients are equally fast without one.
+      deadline: T, the preferred duration of a round in seconds; None: the median of the clients' times, as far as known.
       alpha: the exponent of the penalty for slower clients.
 
     Attributes:
@@ -91,10 +98,8 @@ class Oort(SteeredSampler):
         checks.number(least=0, most=1, exploration_decay=exploration_decay, exploration_least=exploration_least)
         checks.number(least=0, alpha=alpha, remedy="0 does not penalize slow clients")
         checks.positive(or_none=True, deadline=deadline, remedy="give seconds")
-        if deadline is not None and seconds is None:
-            raise ValueError(f"Expected seconds with deadline={deadline}, got none: give each client's seconds per round.")
-        times = np.ones(data.num_clients) if seconds is None else np.asarray(seconds, np.float64)
-        if times.shape != (data.num_clients,) or not np.all((times > 0) & np.isfinite(times)):
+        times = np.full(data.num_clients, np.nan) if seconds is None else np.asarray(seconds, np.float64)
+        if times.shape != (data.num_clients,) or (seconds is not None and not np.all((times > 0) & np.isfinite(times))):
             raise ValueError(
                 f"Expected seconds to be a finite number above 0 for each of {data.num_clients} clients, got {times}: give the "
                 "time that each client needs for a round."
@@ -105,16 +110,17 @@ class Oort(SteeredSampler):
         self.exploration, self.exploration_decay = float(exploration), float(exploration_decay)
         self.exploration_least = float(exploration_least)
         self.seconds, self.alpha = times, float(alpha)
-        self.deadline = float(np.median(times)) if deadline is None else float(deadline)
+        self.deadline = deadline
 
     def begin(self) -> _Seen:
         """Returns what is known before the first round: nothing."""
-        return _Seen(np.zeros(self.data.num_clients), np.zeros(self.data.num_clients, np.int64))
+        return _Seen(np.zeros(self.data.num_clients), np.zeros(self.data.num_clients, np.int64), self.seconds.copy())
 
     def learn(self, memory: _Seen, round: int, observation: Observation) -> _Seen:
         """Replaces the losses of a round's clients; one that was not reported is 0."""
         memory.loss[observation.clients] = np.nan_to_num(observation.values["loss"], nan=0.0)
         memory.last[observation.clients] = round + 1
+        memory.seconds[observation.clients] = observation.values.get("seconds", memory.seconds[observation.clients])
         return memory
 
     def choose(self, round: int, memory: _Seen, draw: np.random.Generator) -> np.ndarray:
@@ -124,7 +130,8 @@ class Oort(SteeredSampler):
         unknown = np.flatnonzero((memory.last == 0) & self._has_examples)
         exploit = max(self.clients - _nearest(epsilon * self.clients), self.clients - len(unknown))
         exploit = min(exploit, len(known))
-        speeds = 1 / self.seconds[unknown]
+        seconds = _filled(memory.seconds)
+        speeds = 1 / seconds[unknown]
         explored = unknown[successive(draw, speeds, self.clients - exploit)]
         if not exploit:
             return explored
@@ -142,8 +149,16 @@ class Oort(SteeredSampler):
         if known.any():
             statistical = np.minimum(statistical, np.quantile(statistical[known], _QUANTILE))
         recency = np.sqrt(0.1 * np.log(round + 1) / np.maximum(memory.last, 1))
-        penalty = np.where(self.seconds > self.deadline, (self.deadline / self.seconds) ** self.alpha, 1.0)
+        seconds = _filled(memory.seconds)
+        deadline = np.median(seconds) if self.deadline is None else self.deadline
+        penalty = np.where(seconds > deadline, (deadline / seconds) ** self.alpha, 1.0)
         return np.where(known, (statistical + recency) * penalty, 0.0)
+
+
+def _filled(seconds: np.ndarray) -> np.ndarray:
+    """Returns durations, with the median of those that are known for the others; a duration of 0 counts as very short."""
+    known = seconds[np.isfinite(seconds)]
+    return np.maximum(np.where(np.isfinite(seconds), seconds, np.median(known) if len(known) else 1.0), 1e-9)
 
 
 def _nearest(number: float) -> int:

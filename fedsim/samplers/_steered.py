@@ -101,11 +101,7 @@ sampler.observes)).
         """Returns the cohort of a round, at most the one after the last round that was observed."""
         known = len(self.observations)
         if known < operator.index(round) < 2**31:
-            raise ValueError(
-                f"The cohort of round {round} depends on values of the rounds before, and {type(self).__name__} has observed "
-                f"{known} rounds: run it with fedsim.experiment.run, or give it each round's values, sampler = "
-                "sampler.observe(Observation.of(cohort, info, sampler.observes))."
-            )
+            raise not_observed(self, round, known)
         return super().cohort(round)
 
     def memory(self, round: int) -> Any:
@@ -120,6 +116,19 @@ sampler.observes)).
 
     def _draw(self, round: int) -> np.ndarray:
         return self.choose(round, self.memory(round), rng.generator(self._choice_words, round))
+
+
+def not_observed(sampler: Any, round: int, known: int) -> ValueError:
+    """Returns the error that says that a sampler cannot have the cohort of a round, because it knows only ``known`` rounds.
+
+    >>> not_observed(None, round=2, known=1)  # doctest: +ELLIPSIS
+    ValueError('The cohort of round 2 depends on values of the rounds before, and NoneType has observed 1 rounds: ...
+    """
+    return ValueError(
+        f"The cohort of round {round} depends on values of the rounds before, and {type(sampler).__name__} has observed "
+        f"{known} rounds: run it with fedsim.experiment.run, or give it each round's values, sampler = "
+        "sampler.observe(Observation.of(cohort, info, sampler.observes))."
+    )
 
 
 def is_steered(sampler: Any) -> TypeGuard[SteeredSampler]:

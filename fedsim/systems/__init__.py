@@ -6,6 +6,7 @@ All times are in seconds of the virtual clock, all sizes in bytes, and all energ
 from fedsim.names import by_name
 from fedsim.systems._availability import Diurnal as Diurnal
 from fedsim.systems._availability import Traces as Traces
+from fedsim.systems._clocked import ClockedSampler as ClockedSampler
 from fedsim.systems._devices import Devices as Devices
 from fedsim.systems._dispatch import Dispatch as Dispatch
 from fedsim.systems._dispatch import Policy as Policy

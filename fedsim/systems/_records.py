@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,6 +152,23 @@ class Schedule:
     def largest_staleness(self) -> int:
         """The largest staleness of an update: one less than the number of versions that must be kept."""
         return int(self.updates.staleness.max(initial=0))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Schedule]) -> Schedule:
+        """Returns the events of stretches that follow one another.
+
+        >>> import fedsim
+        >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(4)}, sizes=[1] * 4)
+        >>> simulator = fedsim.systems.Simulator(fedsim.UniformSampler(data, clients=2, seed=0), steps=np.ones(4, int))
+        >>> Schedule.joined([simulator.advance(1), simulator.advance(3)]).steps.time
+        array([1., 2., 3.])
+        """
+        columns = [zip(*events, strict=True) for events in zip(*((p.updates, p.steps, p.timeline) for p in parts), strict=True)]
+        updates, steps, timeline = ([np.concatenate(column) for column in of] for of in columns)
+        last = parts[-1]
+        return dataclasses.replace(
+            last, updates=Updates(*updates), steps=ServerSteps(*steps), timeline=Timeline(*timeline)
+        )  # fmt: skip
 
 
 # The type codes of Python's arrays, which grow without an object per entry: int8, int32, int64 and float64.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from fedsim.samplers import Sampler, checked_cohort
+from fedsim.samplers import Observation, Sampler, checked_cohort, is_steered
 
 _MOST_EMPTY_COHORTS = 10_000
 
@@ -56,10 +58,29 @@ class Selection:
             "that selects clients."
         )
 
+    @property
+    def is_steered(self) -> bool:
+        """Whether the sampler observes values of the clients."""
+        return is_steered(self._sampler)
+
+    def observe(self, observation: Observation) -> None:
+        """Lets the sampler observe the values of the present cohort; it observes earlier ones without values."""
+        self._observe_nothing_until(self.round)
+        self._sampler = self._sampler.observe(observation)  # type: ignore[attr-defined]
+
+    def _observe_nothing_until(self, round: int) -> None:
+        sampler: Any = self._sampler
+        nothing = Observation(np.zeros(0, np.int32), {name: np.zeros(0) for name in sampler.observes})
+        while len(sampler.observations) < round:
+            sampler = sampler.observe(nothing)
+        self._sampler = sampler
+
     def go_to(self, round: int, position: int) -> None:
         """Continues at a position of a cohort; round -1 is the start."""
         self.round, self.position = round, position
         if round >= 0:
+            if self.is_steered:
+                self._observe_nothing_until(round)
             cohort = checked_cohort(self._sampler, round, self._first)
             steps = cohort.partial_steps(self._steps[cohort.clients])
             self._cohort = list(zip(cohort.clients.tolist(), steps.tolist(), strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.samplers import Sampler
+from fedsim.samplers import Observation, Sampler
 from fedsim.systems._dispatch import Clients, Dispatch, Policy, Spans
 from fedsim.systems._faults import TimeSpan
 from fedsim.systems._records import OUTCOMES, Records, Schedule, Totals
@@ -110,6 +110,8 @@ class Server:
         # updates.
         self._sending: set[int] = set()
         self._dispatched, self._caused, self._wake = 0, 0, math.inf
+        # Of a sampler that sees values: the server steps whose values it has seen, and whether a round waits for them to begin.
+        self._observed, self._begins = 0, False
         # The most updates that the buffer has had since the last server step, and what has happened since it had so many.
         self._most_buffered, self._idle_events, self._passed_over = 0, 0, 0
 
@@ -122,6 +124,11 @@ class Server:
     def next_time(self) -> float:
         """The time of the next event; minus infinity if there is none, which `next_event` reports."""
         return self._events[0][0] if self._events else -math.inf
+
+    @property
+    def steps_to_observe(self) -> int | None:
+        """The number of server steps whose values the sampler has not seen yet; None if it sees none."""
+        return self.version - self._observed if self._selection.is_steered else None
 
     def dispatch(self, count: int = 1, round: int | None = None) -> None:
         """Sends the current model to the next available clients of the sampler's cohorts.
@@ -141,6 +148,21 @@ class Server:
         count = self._selection.begin_cohort()
         self.dispatch(count, round)
         return count
+
+    def next_round(self, model: Synchronization) -> None:
+        """Begins the next round by ``model.begin``; if the sampler sees values of this one, when they are known."""
+        if self.steps_to_observe:
+            self._begins = True
+        else:
+            model.begin(self)
+
+    def observe(self, model: Synchronization, observation: Observation) -> None:
+        """Gives the sampler the values of the last server step, after which the next round can begin, for `Simulator`."""
+        self._selection.observe(observation)
+        self._observed += 1
+        if self._begins:
+            self._begins = False
+            model.begin(self)
 
     def dispatch_to(self, client: int, round: int) -> None:
         """Sends the current model to a given client, which receives it as soon as it is online and has ended earlier work."""

@@ -17,8 +17,9 @@ import jax
 import numpy as np
 
 from fedsim import checks
+from fedsim.data import Cohort
 from fedsim.descriptions import hash_of, text_of
-from fedsim.samplers import Sampler, checked_cohort, is_steered
+from fedsim.samplers import Observation, Sampler, checked_cohort, is_steered
 from fedsim.systems._devices import Devices
 from fedsim.systems._dispatch import Clients, Policy
 from fedsim.systems._faults import Faults, FaultSchedule
@@ -82,11 +83,10 @@ class Simulator:
             checks.instance(Faults, "Faults(message_loss=0.1), or of FaultSchedule", faults=faults)
         checks.instance(Policy, "Policy(timeout=60.0)", or_none=True, policy=policy)
         cohort = checked_cohort(sampler, 0)
-        if is_steered(sampler) or cohort.arrivals is not None:
-            what = "whose cohorts depend on values of earlier rounds" if is_steered(sampler) else "that weights its clients"
+        if cohort.arrivals is not None:
             raise ValueError(
-                f"Expected a sampler whose cohorts are known before the run for a virtual clock, got {type(sampler).__name__}, "
-                f"{what}: use fedsim.UniformSampler, for example, or run without a clock."
+                f"Expected a sampler that does not weight its clients for a virtual clock, got {type(sampler).__name__}: use "
+                "fedsim.UniformSampler, for example, or run without a clock."
             )
         population = cohort.data.num_clients
         steps = np.asarray(steps)
@@ -101,6 +101,8 @@ class Simulator:
         unreachable = [*faults.outages, *faults.server_crashes]
         clients = Clients(drawn, faults.draw(key), unreachable, policy, bytes_down, bytes_up)
         self._model = synchronization or Synchronous()
+        if is_steered(sampler):
+            self._check_steered(sampler, cohort, policy)
         # How much less than all of their steps the clients of later cohorts take is not known.
         least_steps = steps if cohort.work is None else np.zeros_like(steps)
         fastest = drawn.fastest(least_steps, bytes_down, bytes_up)
@@ -115,6 +117,7 @@ class Simulator:
                 "The run cannot go on after 0 server steps, with client_failures=1: every client fails, so no update would "
                 "ever arrive: give fewer faults."
             )
+        self._slots = cohort.slots
         self._server = Server(sampler, steps.astype(np.int64), clients, policy, faults.server_crashes)
         self._begun = False
         self._arguments = {
@@ -128,6 +131,30 @@ class Simulator:
             "bytes_up": bytes_up,
             "key": key,
         }
+
+    def _check_steered(self, sampler: Sampler, cohort: Cohort, policy: Policy) -> None:
+        """Raises ``ValueError`` unless values of a server step can be known before clients are selected for the next one."""
+        name, model = type(sampler).__name__, type(self._model).__name__
+        if type(self._model) is not Synchronous or policy.late != "drop":
+            raise ValueError(
+                f"Expected Synchronous() and Policy(late='drop') for {name}, whose cohorts depend on values of the rounds "
+                f"before, got {model} and late={policy.late!r}: use these, or a sampler such as fedsim.UniformSampler."
+            )
+        if cohort.work is not None or cohort.attack is not None:
+            raise ValueError(
+                f"Expected {name} to select neither stragglers nor attackers on a virtual clock, because values of the rounds "
+                "before steer it: leave them out, or use a sampler such as fedsim.UniformSampler."
+            )
+
+    @property
+    def most_updates(self) -> int:
+        """The largest number of updates in a server step of synchronous rounds without late updates."""
+        assert isinstance(self._model, Synchronous)
+        return self._model.most_updates(self._slots)
+
+    def observe(self, observation: Observation) -> None:
+        """Gives a sampler that values steer those of the last server step; it must be called after each one."""
+        self._server.observe(self._model, observation)
 
     def advance(self, until: int, seconds: float = math.inf) -> Schedule:
         """Simulates until the server has taken ``until`` steps in all, and returns what happened since the last call.
@@ -144,12 +171,19 @@ class Simulator:
         if not self._begun:
             self._begun = True
             self._model.begin(server)
+        if (unknown := server.steps_to_observe) is not None and until - server.version + unknown > 1:
+            raise ValueError(
+                f"Expected until <= {server.version + 1 - unknown}, because values of each server step steer the sampler, got "
+                f"until={until}: use fedsim.systems.ClockedSampler, or call observe after each server step."
+            )
         while server.version < until and server.next_time <= seconds:
             server.next_event(self._model)
         return dataclasses.replace(server.schedule(), arguments=self._texts)
 
     def state(self) -> dict[str, Any]:
         """Returns the state between two calls of `advance`: numbers, strings, lists and dicts, which JSON can represent."""
+        if self._server.steps_to_observe is not None:
+            raise ValueError("Expected a sampler that no values steer, got one whose state is its observations: keep these.")
         return {"begun": self._begun, "server": self._server.state(), "arguments": self._descriptions}
 
     def restore(self, state: Mapping[str, Any]) -> None:

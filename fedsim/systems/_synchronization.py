@@ -81,7 +81,7 @@ class Synchronous(Synchronization):
         server.memory["received"] += 1
         if server.memory["received"] >= server.memory["needed"]:
             server.aggregate()
-            self.begin(server)
+            server.next_round(self)
 
     def timer(self, server: Server, name: str) -> None:
         """Ends the round at its deadline."""
@@ -91,7 +91,11 @@ class Synchronous(Synchronization):
             server.aggregate()
         for update in list(server.buffer):
             server.drop(update)
-        self.begin(server)
+        server.next_round(self)
+
+    def most_updates(self, cohort: int) -> int:
+        """Returns the number of updates with which a round of so many clients ends."""
+        return self._needed(cohort)
 
     def _needed(self, cohort: int) -> int:
         # In floats 13 / 1.3 may be slightly larger than 10, and it must not be rounded up to 11.

@@ -11,8 +11,9 @@ import optax
 import pytest
 
 import fedsim
-from fedsim import samplers
-from fedsim.experiment import bisect, load, read_metrics, replay, run
+from fedsim import samplers, systems
+from fedsim.commands import main
+from fedsim.experiment import bisect, load, read_metrics, replay, run, simulate
 from fedsim.experiment._metrics_file import MetricsFile
 
 _MAKE = {
@@ -59,6 +60,40 @@ def test_a_run_that_is_interrupted_in_each_round_equals_an_uninterrupted_one(nam
     assert bits(result.state) == bits(whole.state)
     assert _untimed(result.history) == _untimed(whole.history) == _untimed(read_metrics(tmp_path / "r/metrics.jsonl"))
     assert len({tuple(line["observed"]["clients"]) for line in result.history}) > 4
+
+
+@pytest.mark.slow
+def test_a_run_on_a_virtual_clock_is_steered_and_continues(make_algorithm, data, bits, tmp_path):
+    """Clients are late and replaced, and Oort measures their durations; the events are the same after each interruption."""
+    algorithm, oort = make_algorithm(execution=fedsim.Jit()), samplers.Oort(data, clients=4, seed=7, exploration=0.5)
+    options = dict(
+        synchronization=systems.Synchronous(over_selection=1.5),
+        devices=systems.Devices(seconds_per_step=systems.LogNormal(sigma=1.0)),
+        rounds=6,
+        progress=False,
+    )
+    whole = simulate(algorithm, oort, **options)
+    for death in range(1, 6):
+        interrupted = dict(folder=tmp_path / "r", checkpoint_every=2, callbacks=[_die_after(death)])
+        with pytest.raises(KilledError):
+            simulate(algorithm, oort, **interrupted, **options)
+    result = simulate(algorithm, oort, folder=tmp_path / "r", **options)
+    assert bits(result.state) == bits(whole.state) and _untimed(result.history) == _untimed(whole.history)
+    assert result.schedule.steps.time.tolist() == [line["simulated_seconds"] for line in whole.history]
+    assert any(line["updates_late"] for line in whole.history) and len(result.schedule.steps.time) == 6
+    sampler = systems.ClockedSampler(oort, steps=algorithm.batches.num_steps(data.sizes), **_clock_of(options))
+    client = whole.history[4]["observed"]["clients"][0]
+    found = replay(tmp_path / "r", round=5, client=client, algorithm=result.algorithm, sampler=sampler)
+    assert float(found.metrics["loss"]) == pytest.approx(whole.history[4]["observed"]["loss"][0], rel=1e-5)
+    with pytest.raises(ValueError, match="stop_when="):
+        simulate(algorithm, oort, **{**options, "rounds": None, "seconds": 60.0})
+    others = {**options, "devices": systems.Devices(seconds_per_step=2.0)}
+    with pytest.raises(ValueError, match="seconds_per_step"):
+        simulate(algorithm, oort, folder=tmp_path / "r", **others)
+
+
+def _clock_of(options):
+    return {name: options[name] for name in ("synchronization", "devices")}
 
 
 def test_what_is_observed_are_the_values_of_the_rounds_clients(steered, data):
@@ -143,8 +178,6 @@ def test_what_cannot_be_right_is_refused(make_algorithm, steered, data):
 
 @pytest.mark.slow
 def test_from_the_command_line_a_run_continues_and_a_sweep_equals_its_runs(tmp_path):
-    from fedsim.commands import main
-
     options = ["--model", "digits_logistic", "--clients", "3", "--execution", "jit", "--no-progress", "--evaluate-every", "5"]
     options += ["--sampler", "power_of_choice(candidates=9)"]
     main(["run", *options, "--rounds", "2", "--folder", str(tmp_path / "r")])
@@ -154,3 +187,21 @@ def test_from_the_command_line_a_run_continues_and_a_sweep_equals_its_runs(tmp_p
     assert _untimed(one.history)[3]["observed"]["clients"] == of_sweep.history[3]["observed"]["clients"]
     assert one.sampler.cohort(4).clients.tolist() == of_sweep.sampler.cohort(4).clients.tolist()
     assert bisect(tmp_path / "r", tmp_path / "s/seed=0").client is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["vmap", "devices"])
+def test_members_of_a_sweep_that_run_side_by_side_have_cohorts_of_their_own(how, tmp_path):
+    """They share a sampler, and their losses differ; each equals a run of its own, up to the order of sums."""
+    options = ["--model", "digits_logistic", "--clients", "3", "--rounds", "5", "--no-progress", "--evaluate-every", "5"]
+    options += ["--sampler", "power_of_choice(candidates=6)", "--devices", "2"]
+    options += ["--client-devices", "log_normal(sigma=1)"] if how == "devices" else []  # Otherwise members share a sampler.
+    assert main(["run", *options, "--client-learning-rate", "0.01,1", "--how", how, "--folder", str(tmp_path / "s")]) == 0
+    observed = []
+    for rate in ("0.01", "1.0"):
+        assert main(["run", *options, "--client-learning-rate", rate, "--folder", str(tmp_path / rate)]) == 0
+        lines = [read_metrics(tmp_path / name / "metrics.jsonl") for name in (rate, f"s/client_learning_rate={rate},seed=0")]
+        clients = [[line["observed"]["clients"] for line in of if "observed" in line] for of in lines]
+        assert clients[0] == clients[1] and len(clients[0]) == 5
+        observed.append([line["observed"]["loss"] for line in lines[0] if "observed" in line])
+    assert observed[0] != observed[1]

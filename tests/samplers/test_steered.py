@@ -210,7 +210,6 @@ def test_wrong_values_are_refused():
         "Expected candidates >= 3": lambda: samplers.PowerOfChoice(population, clients=3, candidates=2, seed=0),
         "Expected candidates <= 7": lambda: samplers.PowerOfChoice(population, clients=3, candidates=8, seed=0),
         "Expected clients <= 7": lambda: samplers.Oort(population, clients=8, seed=0),
-        "Expected seconds with deadline": lambda: samplers.Oort(population, clients=3, seed=0, deadline=1.0),
         "Expected seconds to be a finite": lambda: samplers.Oort(population, clients=3, seed=0, seconds=[1.0]),
         "exploration": lambda: samplers.Oort(population, clients=3, seed=0, exploration=2.0),
         "Expected clients <= 7, ": lambda: samplers.ImportanceByNorm(population, clients=8, seed=0),
@@ -218,12 +217,6 @@ def test_wrong_values_are_refused():
             population, clients=3, seed=0, exploration=0
         ),
         "weighting": lambda: samplers.ImportanceByNorm(population, clients=3, seed=0, weighting="size"),
-        "known before the run for a virtual clock, got Oort": lambda: fedsim.systems.schedule(
-            samplers.Oort(population, clients=3, seed=0), 2, steps=np.ones(8, int)
-        ),
-        "known before the run for a virtual clock, got ClusteredSampling": lambda: fedsim.systems.schedule(
-            samplers.ClusteredSampling(population, clients=3, seed=0), 2, steps=np.ones(8, int)
-        ),
     }.items():
         with pytest.raises(ValueError, match=error):
             wrong()
