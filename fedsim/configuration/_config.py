@@ -636,7 +636,7 @@ def options_of_samplers() -> list[str]:
     """Returns the fields of `RunConfig` that a sampler depends on, besides the data.
 
     >>> options_of_samplers()[:3]
-    ['labels', 'algorithm', 'attack']
+    ['labels', 'algorithm', 'weighting']
     """
     return [option.name for option in dataclasses.fields(RunConfig) if option.metadata.get("of_sampler")]
 

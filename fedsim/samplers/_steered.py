@@ -122,7 +122,7 @@ def not_observed(sampler: Any, round: int, known: int) -> ValueError:
     """Returns the error that says that a sampler cannot have the cohort of a round, because it knows only ``known`` rounds.
 
     >>> not_observed(None, round=2, known=1)  # doctest: +ELLIPSIS
-    ValueError('The cohort of round 2 depends on values of the rounds before, and NoneType has observed 1 rounds: ...
+    ValueError("The cohort of round 2 depends on values of the rounds before, and NoneType has observed 1 rounds: ...
     """
     return ValueError(
         f"The cohort of round {round} depends on values of the rounds before, and {type(sampler).__name__} has observed "

@@ -34,7 +34,7 @@ class ClockedSampler:
     Raises:
       ValueError: as `Simulator` does, also while a run goes on; the cohort of a round whose earlier rounds were not observed.
 
-    >>> import fedsim
+    >>> import fedsim, numpy as np
     >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(4)}, sizes=[1, 1, 1, 1])
     >>> sampler = ClockedSampler(fedsim.samplers.Oort(data, clients=2, seed=0), steps=np.array([5, 5, 5, 5]))
     >>> first = sampler.cohort(0)
