@@ -42,6 +42,8 @@ class Capabilities:
       refused_parts: why the algorithm nevertheless takes no models with some parts, by the names of `fedsim.model.ModelParts`.
       microbatches: clients compute gradients by `LocalTraining` alone, of losses that are means over examples, so
         ``batches.microbatch`` may divide a batch. Other algorithms refuse it.
+      reads_on: clients go on to read their examples where they stopped in an earlier round, in one order of all of them, so
+        examples must not arrive during the run, see `fedsim.samplers.Arriving`.
       unlabelled: it also learns from examples whose label is hidden, which is -1, see `fedsim.partitioners.hide_labels`. Other
         algorithms refuse them.
 
@@ -54,6 +56,7 @@ class Capabilities:
     ordered: bool = True
     aggregators: bool = True
     scalable: bool = False
+    reads_on: bool = False
     unlabelled: bool = False
     model_parts: bool = False
     microbatches: bool = False

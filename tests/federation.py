@@ -64,6 +64,9 @@ SAMPLERS = {
     "Stragglers": lambda data, seed: fedsim.samplers.Stragglers(
         fedsim.samplers.UniformSampler(data, clients=5, seed=seed), fraction=0.4, epochs=4
     ),
+    "Arriving": lambda data, seed: fedsim.samplers.Arriving(
+        fedsim.samplers.UniformSampler(data, clients=5, seed=seed), np.arange(data.num_examples) // 7
+    ),
     "Attacked": lambda data, seed: fedsim.samplers.Attacked(
         fedsim.samplers.UniformSampler(data, clients=5, seed=seed), fedsim.attacks.SignFlip(), fraction=0.4, seed=0
     ),

@@ -132,6 +132,7 @@ class DiLoCo(OuterNesterov, FedAvg):
 
     capabilities = Capabilities(
         scalable=True,
+        reads_on=True,
         model_parts=True,
         microbatches=True,
         refused_parts={

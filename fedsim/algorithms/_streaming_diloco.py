@@ -200,6 +200,7 @@ class StreamingDiLoCo(OuterNesterov, FedAvg):
 
     capabilities = Capabilities(
         scalable=False,
+        reads_on=True,
         microbatches=True,
         refused_parts=dict.fromkeys(
             ("statistics", "own_statistics", "kept"),

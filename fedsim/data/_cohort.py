@@ -90,13 +90,16 @@ class Cohort:
         (stragglers take fewer). None means all steps.
       arrivals: when the clients started, if they start from models of earlier rounds. The algorithm needs a
         `fedsim.Staleness`. None means that all clients start from this round's model.
+      rows: ``int64 [n, 2]``, the first of its own examples that each client has in this round, and the one after the last, see
+        `fedsim.samplers.Arriving`. The others do not exist in this round. None means that clients have all of their examples.
       attack: a `fedsim.attacks.Attack`. None means that there are no attackers, and the program contains no attack.
       attackers: ``bool [n]``, True for attackers. It must be given if ``attack`` is given, and only then.
       measures: numbers about the round by name, which are written to the round's line of the metrics.
 
     Raises:
-      ValueError: positions outside the population, duplicate positions, an empty cohort without ``slots``, ``slots``, ``work``
-        or ``arrivals`` outside their range, ``attackers`` that are not one bool per client, or a round outside [0, 2**31).
+      ValueError: positions outside the population, duplicate positions, an empty cohort without ``slots``, ``slots``, ``work``,
+        ``arrivals`` or ``rows`` outside their range, ``rows`` together with ``arrivals``, ``attackers`` that are not one bool
+        per client, or a round outside [0, 2**31).
 
     >>> data = FederatedData.from_clients({"a": {"x": np.zeros(2)}, "b": {"x": np.zeros(3)}})
     >>> [(client_id, len(dataset)) for client_id, dataset, key in Cohort.of(data, ["b", "a"])]
@@ -112,6 +115,7 @@ class Cohort:
     attack: Any = None
     attackers: np.ndarray | None = None
     arrivals: Arrivals | None = None
+    rows: np.ndarray | None = None
     measures: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -140,9 +144,10 @@ class Cohort:
                 raise ValueError(
                     f"Expected work in [0, 1], a number for each of the {len(clients)} clients, got work={self.work!r}."
                 )
-
         if self.arrivals is not None:
             self.arrivals.check(len(clients), self.round)
+        if self.rows is not None:
+            self._check_rows()
         if (self.attack is None) != (self.attackers is None):
             raise ValueError("Expected both attack and attackers, or neither: give the attack and a bool per client.")
         if self.attackers is not None:
@@ -152,6 +157,21 @@ class Cohort:
                 raise ValueError(
                     f"Expected attackers bool [{len(clients)}], one per client, got {attackers.dtype} {list(attackers.shape)}."
                 )
+
+    def _check_rows(self) -> None:
+        rows, sizes = np.asarray(self.rows), self.data.sizes[self.clients]
+        if rows.shape != (len(self), 2) or rows.dtype.kind not in "iu":
+            raise ValueError(
+                f"Expected rows int [{len(self)}, 2], two positions for each client, got {rows.dtype} {list(rows.shape)}."
+            )
+        if np.any((rows[:, 0] < 0) | (rows[:, 0] > rows[:, 1]) | (rows[:, 1] > sizes)):
+            raise ValueError("Expected 0 <= first <= stop <= its number of examples in rows of each client, got others.")
+        if self.arrivals is not None:
+            raise ValueError(
+                "Expected rows or arrivals, got both: a client that starts from the model of an earlier round would read "
+                "examples that it did not have then. Leave one out."
+            )
+        object.__setattr__(self, "rows", rows.astype(np.int64))
 
     @classmethod
     def of(cls, data: FederatedData, client_ids: Sequence[str], *, round: int = 0, seed: int | jax.Array = 0) -> Cohort:
@@ -179,8 +199,24 @@ class Cohort:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Number of examples of each client, ``int64 [n]``."""
-        return self.data.sizes[self.clients]
+        """Number of examples that each client has in this round, ``int64 [n]``."""
+        return self.data.sizes[self.clients] if self.rows is None else self.rows[:, 1] - self.rows[:, 0]
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The row of the population's columns in which the examples of each client begin, ``int64 [n]``."""
+        starts = self.data.offsets[self.clients]
+        return starts if self.rows is None else starts + self.rows[:, 0]
+
+    def client(self, at: int) -> ClientDataset:
+        """Returns the examples that a client has in this round.
+
+        Args:
+          at: the client's place in the cohort.
+        """
+        start, size = int(self.starts[at]), int(self.sizes[at])
+        examples = {name: column[start : start + size] for name, column in self.data.columns.items()}
+        return ClientDataset(self.data.client_ids[int(self.clients[at])], examples)
 
     def num_steps(self, batches: Batches) -> np.ndarray:
         """Returns the number of steps of each client, ``int64 [n]``, with ``work`` taken into account."""
@@ -200,6 +236,6 @@ class Cohort:
 
     def __iter__(self) -> Iterator[tuple[str, ClientDataset, jax.Array]]:
         keys = self.keys()
-        for i, client in enumerate(self.clients):
-            dataset = self.data.client(int(client))
+        for i in range(len(self)):
+            dataset = self.client(i)
             yield dataset.client_id, dataset, keys[i]

@@ -54,6 +54,8 @@ class DecentralizedDiLoCo(DecentralizedAlgorithm):
     (True, True)
     """
 
+    capabilities = dataclasses.replace(DecentralizedAlgorithm.capabilities, reads_on=True)
+
     server_learning_rate: float = 0.7
     momentum: float = 0.9
 

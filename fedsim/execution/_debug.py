@@ -172,7 +172,7 @@ class _PythonClients(Clients):
         for at, client_id in clients or [(0, None)]:
             name = _EMPTY_CLIENT if client_id is None else f"client {client_id!r}"
             has_rows = client_id is not None and self.cohort.sizes[at] > 0
-            rows = self.cohort.data.client(int(self.cohort.clients[at])).examples if has_rows else self._no_rows()
+            rows = self.cohort.client(at).examples if has_rows else self._no_rows()
             columns = {feature: jnp.asarray(np.asarray(column)) for feature, column in rows.items()}
             # The client's columns are only its own.
             own = jax.tree.map(lambda x, at=at: x[at], call.clients)._replace(start=jnp.int32(0))

@@ -439,6 +439,8 @@ def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> N
                 f"Expected a staleness of at most {known.bound}, got {largest} in round {cohort.round}: set "
                 f"staleness=fedsim.Staleness(bound={largest})."
             )
+        if cohort.rows is not None:
+            _check_arriving(algorithm, cohort)
         if not runs_with(cohort, first):
             raise ValueError(
                 "Expected cohorts with the same population, number of slots, root key and attack, got different ones: run them "
@@ -453,6 +455,18 @@ def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> N
     if first.attack is not None and first.attack not in attacked:
         first.attack.check(first.data)
         attacked.add(first.attack)
+
+
+def _check_arriving(algorithm: FederatedAlgorithm, cohort: Cohort) -> None:
+    """Raises ``ValueError`` if the clients of an algorithm cannot have other examples in other rounds."""
+    if getattr(getattr(algorithm, "capabilities", None), "reads_on", False):
+        raise ValueError(
+            f"The clients of {type(algorithm).__name__} go on to read their examples in the order of earlier rounds, so no "
+            "examples can arrive between rounds: use a sampler without Arriving, or another algorithm."
+        )
+    model = getattr(algorithm, "model", None)
+    if isinstance(model, Model):
+        model.check_padding(algorithm.batches, cohort.sizes)
 
 
 def runs_with(cohort: Cohort, other: Cohort) -> bool:

@@ -196,8 +196,8 @@ class _Round(NamedTuple):
         given = _memory.remembered(algorithm, state, data)
         plan = plan_round(cohort, Layout(slots, 1), algorithm.batches)
         columns = {name: np.zeros((slots, most, *c.shape[1:]), c.dtype) for name, c in data.columns.items()}
-        for slot, client in enumerate(cohort.clients):
-            for name, rows in data.client(int(client)).examples.items():
+        for slot in range(len(cohort)):
+            for name, rows in cohort.client(slot).examples.items():
                 columns[name][slot, : len(rows)] = rows
         return cls(traced.trace(options), given, numbers, key, plan, columns)
 

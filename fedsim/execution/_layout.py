@@ -122,7 +122,7 @@ def plan_round(cohort: Cohort, layout: Layout, batches: Batches, loops: Sequence
         count=np.int32(len(sizes)),
         population=np.array([cohort.data.num_nonempty, cohort.data.num_examples], np.int32),
         client=_filled(cohort.clients, slots),
-        start=_filled(cohort.data.offsets[cohort.clients], slots),
+        start=_filled(cohort.starts, slots),
         size=_filled(sizes, slots),
         most_steps=_filled(most_steps, slots),
         memory=_filled(cohort.clients, slots, cohort.data.num_clients),

@@ -70,7 +70,7 @@ def place_clients(
     check_is_cohort(cohort, "place_clients got")
     batches = batches or Batches(size=1, shuffle=False)
     data, slots = cohort.data, len(cohort)
-    sizes, first_rows = cohort.sizes, data.offsets[cohort.clients]
+    sizes, first_rows = cohort.sizes, cohort.starts
     ranges = [np.arange(first, first + size) for first, size in zip(first_rows, sizes, strict=True)]
     rows = np.concatenate([np.zeros(0, np.int64), *ranges])  # only the examples of the cohort
     columns = {

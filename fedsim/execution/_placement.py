@@ -118,7 +118,7 @@ def streamed_columns(
     have if that takes little memory (then there is one program), else to a power of two.
     """
     devices = mesh.shape[AXIS]
-    clients: list[list[np.ndarray]] = [[] for _ in range(devices)]
+    ranges: list[list[np.ndarray]] = [[np.zeros((0, 2), np.int64)] for _ in range(devices)]
     rows = np.zeros(devices, np.int64)
     new_plans = []
     for plan in plans:
@@ -128,7 +128,7 @@ def streamed_columns(
             sizes = plan.size[slots]
             start[slots] = rows[device] + np.cumsum(sizes) - sizes
             rows[device] += sizes.sum()
-            clients[device].append(plan.client[slots])
+            ranges[device].append(np.stack([plan.start[slots], plan.start[slots] + sizes], axis=1).astype(np.int64))
         new_plans.append(plan._replace(start=start))
     capacity = _capacity(data, int(rows.max()), len(plans[0].client), max_rounds, devices)
     # On a single device all arrays have the same sharding. Otherwise it would be propagated to results, and programs that get
@@ -138,7 +138,7 @@ def streamed_columns(
     def placed(name: str, column: Any) -> jax.Array:
         def of_device(device: int) -> np.ndarray:
             host = np.zeros((capacity, *column.shape[1:]), column.dtype)
-            data.gather(name, np.concatenate(clients[device]), out=host)
+            data.gather_rows(name, np.concatenate(ranges[device]), out=host)
             return host
 
         return put_blocks(of_device, (devices, capacity, *column.shape[1:]), divided)

@@ -184,7 +184,7 @@ def _client(run: _Rerun, state: State, cohort: Any, slot: int) -> dict[str, Any]
     with only_errors():
         done = run_client(run.algorithm, state, cohort, slot, call_of_updates(run.algorithm, state, cohort.data))
     return {
-        "examples": cohort.data.client(int(cohort.clients[slot])).examples,
+        "examples": cohort.client(slot).examples,
         "steps": np.asarray(done.num_steps),
         "started": done.shared,
         "update": done.result.update,

@@ -88,10 +88,11 @@ def title(described: Mapping[str, Any]) -> str:
 
 
 def _cohort_hash(sampler: Sampler, rounds: int) -> str:
-    """Returns a hash of the clients, the stragglers' work and the attackers of some rounds, the first and last included."""
+    """Returns a hash of the clients, their work, the attackers and the arrived examples of some rounds, first and last included."""
     last = 0 if is_steered(sampler) else rounds - 1  # Its later cohorts are known during the run.
     some = [checked_cohort(sampler, round) for round in sorted({last * i // (_COHORTS - 1) for i in range(_COHORTS)})]
     arrays = [array for cohort in some for array in (cohort.clients, cohort.work, cohort.attackers)]
+    arrays += [cohort.rows for cohort in some if cohort.rows is not None]
     return hash_of(*(b"" if array is None else np.ascontiguousarray(array).tobytes() for array in arrays))
 
 

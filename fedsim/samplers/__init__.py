@@ -8,6 +8,7 @@ The cohorts of one sampler may differ in size, but have the same number of slots
 """
 
 from fedsim.names import by_name
+from fedsim.samplers._arriving import Arriving as Arriving
 from fedsim.samplers._attacked import Attacked as Attacked
 from fedsim.samplers._checked import check_fits as check_fits
 from fedsim.samplers._checked import check_is_cohort as check_is_cohort

@@ -76,6 +76,7 @@ class Stragglers(WrappedSampler):
             work = work * cohort.work
         attackers = None if cohort.attackers is None else cohort.attackers[kept]
         arrivals = cohort.arrivals and type(cohort.arrivals)(*(values[kept] for values in cohort.arrivals))
+        rows = None if cohort.rows is None else cohort.rows[kept]
         return dataclasses.replace(
-            cohort, clients=cohort.clients[kept], work=work[kept], attackers=attackers, arrivals=arrivals
+            cohort, clients=cohort.clients[kept], work=work[kept], attackers=attackers, arrivals=arrivals, rows=rows
         )

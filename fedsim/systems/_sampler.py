@@ -50,6 +50,8 @@ class ScheduledSampler:
 
     def __init__(self, sampler: Sampler, schedule: Schedule) -> None:
         first = checked_cohort(sampler, 0)
+        if first.rows is not None:
+            raise ValueError("Expected a sampler whose clients have all of their examples, got Arriving: leave it out.")
         self.sampler, self.schedule, self.data, self.key = sampler, schedule, first.data, first.key
         self.clients = int(schedule.steps.updates.max())
         self._has_roles = first.attack is not None or first.work is not None  # attackers or stragglers

@@ -88,6 +88,11 @@ class Simulator:
                 f"Expected a sampler that does not weight its clients for a virtual clock, got {type(sampler).__name__}: use "
                 "fedsim.UniformSampler, for example, or run without a clock."
             )
+        if cohort.rows is not None:
+            raise ValueError(
+                "Expected a sampler whose clients have all of their examples, got examples that arrive by round: on a virtual "
+                "clock they have no time. Use the sampler without Arriving."
+            )
         population = cohort.data.num_clients
         steps = np.asarray(steps)
         if steps.shape != (population,) or steps.dtype.kind not in "iu" or steps.min() < 0:
