@@ -88,7 +88,7 @@ def title(described: Mapping[str, Any]) -> str:
 
 
 def _cohort_hash(sampler: Sampler, rounds: int) -> str:
-    """Returns a hash of the clients, their work, the attackers and the arrived examples of some rounds, first and last included."""
+    """Returns a hash of the clients, their work, the attackers and the arrived examples of some rounds."""
     last = 0 if is_steered(sampler) else rounds - 1  # Its later cohorts are known during the run.
     some = [checked_cohort(sampler, round) for round in sorted({last * i // (_COHORTS - 1) for i in range(_COHORTS)})]
     arrays = [array for cohort in some for array in (cohort.clients, cohort.work, cohort.attackers)]
