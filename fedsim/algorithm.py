@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import jax
 
 from fedsim import checks
-from fedsim.aggregators import Aggregator, Mean
+from fedsim.aggregators import Aggregator, GaussianMechanism, Mean
 from fedsim.compressors import Compressor
 from fedsim.data import Batches, Cohort, FederatedData
 from fedsim.execution import Auto, Execution, cut_rows, remembered, watch_problems
@@ -228,6 +228,7 @@ class Algorithm:
     def check(self, data: FederatedData) -> None:
         """Raises ``ValueError`` if the algorithm cannot read ``data``. It is called once per population, before compilation."""
         self.batches.check(data.sizes)
+        self._check_weights()
         model = getattr(self, "model", None)
         if isinstance(model, Model):
             model.check(data, unlabelled=self.capabilities.unlabelled)
@@ -236,6 +237,17 @@ class Algorithm:
             model.check_padding(self.batches, data.sizes)
         else:
             data.check_range(data.columns)
+
+    def _check_weights(self) -> None:
+        """Raises ``ValueError`` if clients are weighted by examples, and a mechanism of differential privacy has no bound."""
+        mechanism = self.aggregator.innermost
+        by_examples = getattr(self, "weighting", None) == "examples"
+        if isinstance(mechanism, GaussianMechanism) and mechanism.largest_weight is None and by_examples:
+            raise ValueError(
+                f"Expected weighting='uniform' with GaussianMechanism, got weighting='examples' in {type(self).__name__}: with "
+                "weights that have no bound, one client could change the sum by any amount. Choose uniform weights, or give "
+                "the mechanism a largest_weight, such as 100 examples, and a denominator for such weights."
+            )
 
     def _check_parts(self, model: Model) -> None:
         """Raises ``ValueError`` if the algorithm takes no models with the parts that this one has."""

@@ -166,7 +166,7 @@ WITHOUT_NAME = {
         "Compressed",
         "FLTrust",
         "Grouped",
-        "Noised",
+        "GaussianMechanism",
         "StackAggregator",
     ),
     *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),

@@ -187,7 +187,7 @@ REGISTERED = {
     **fedsim.algorithms.ALGORITHMS,
     **decentralized.ALGORITHMS,
     **aggregators.AGGREGATORS,
-    **{cls.__name__: cls for cls in (aggregators.Clipped, aggregators.Noised, aggregators.Grouped)},
+    **{cls.__name__: cls for cls in (aggregators.Clipped, aggregators.GaussianMechanism, aggregators.Grouped)},
     **fedsim.compressors.COMPRESSORS,
     **attacks.ATTACKS,
 }
@@ -329,12 +329,17 @@ def test_numbers_of_numpy_and_jax_are_accepted():
         optax.lion(0.1),
         optax.MultiSteps(optax.sgd(0.1), 7).gradient_transformation(),
         lambda round: optax.sgd(0.1 * round.astype(float)),
-        optax.chain(optax.clip_by_global_norm(0.5), optax.add_noise(1.0, 0.0, 0), optax.sgd(0.1)),
     ],
 )
 def test_optimizers_that_descend_are_accepted(optimizer):
-    with jax.numpy_dtype_promotion("standard"):  # required by optax.add_noise
+    with jax.numpy_dtype_promotion("standard"):  # required by some optimizers of optax
         fedavg(client_optimizer=optimizer, batches=fedsim.Batches(size=4, steps=7)).check(federation.data())
+
+
+@pytest.mark.parametrize("noisy", [optax.noisy_sgd(0.1, key=0), optax.chain(optax.add_noise(1.0, 0.0, 0), optax.sgd(0.1))])
+def test_noise_that_all_clients_would_share_is_refused(noisy):
+    with pytest.raises(ValueError, match=r"^Expected client_optimizer without noise, got optax.add_noise .* all clients would"):
+        fedavg(client_optimizer=noisy).check(federation.data())
 
 
 def test_client_indices_out_of_range_raise_an_error():

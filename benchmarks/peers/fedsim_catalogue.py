@@ -108,7 +108,7 @@ def aggregators_and_compressors(model: fedsim.Model, task: workload.Task) -> dic
     clipped = aggregators.Clipped(1.0)
     kinds: dict[str, aggregators.Aggregator] = {
         "Clipped": clipped,
-        "Noised(Clipped)": aggregators.Noised(1e-3, norm=1.0, inner=clipped),
+        "GaussianMechanism": aggregators.GaussianMechanism(1e-3, clip=1.0, denominator=task.clients, largest_weight=examples),
         "PartlyUniform": aggregators.PartlyUniform("linear/*"),
         "CentredClipping": aggregators.CentredClipping(1.0),
         "CoordinateMedian": aggregators.CoordinateMedian(),

@@ -24,13 +24,14 @@ from fedsim.aggregators._flame import FLAME as FLAME
 from fedsim.aggregators._fltrust import FLTrust as FLTrust
 from fedsim.aggregators._fools_gold import FoolsGold as FoolsGold
 from fedsim.aggregators._fools_gold import WithHistory as WithHistory
+from fedsim.aggregators._gaussian_mechanism import AdaptiveClip as AdaptiveClip
+from fedsim.aggregators._gaussian_mechanism import GaussianMechanism as GaussianMechanism
 from fedsim.aggregators._geometric_median import GeometricMedian as GeometricMedian
 from fedsim.aggregators._grouped import Grouped as Grouped
 from fedsim.aggregators._grouped import Groups as Groups
 from fedsim.aggregators._grouped import Member as Member
 from fedsim.aggregators._krum import Krum as Krum
 from fedsim.aggregators._min_norm import MinNorm as MinNorm
-from fedsim.aggregators._noised import Noised as Noised
 from fedsim.aggregators._partly_uniform import PartlyUniform as PartlyUniform
 from fedsim.aggregators._rows import squared_distances as squared_distances
 from fedsim.aggregators._stack import StackAggregator as StackAggregator
@@ -38,7 +39,8 @@ from fedsim.aggregators._trimmed_mean import TrimmedMean as TrimmedMean
 from fedsim.names import by_name
 
 # Aggregators that can be chosen by name. FLTrust needs the server's own update in a round, so it is not listed, and neither are
-# wrappers that clients apply: they are options of their own (clip, compressor).
+# wrappers that clients apply: they are options of their own (clip, compressor). The noise of GaussianMechanism follows from a
+# privacy budget.
 AGGREGATORS: dict[str, type[Aggregator]] = by_name(
     Mean,
     PartlyUniform,

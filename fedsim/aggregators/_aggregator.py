@@ -46,9 +46,12 @@ class Aggregator:
 
     Attributes:
       adds_weights: whether the aggregate is a sum, in which a weight multiplies the update, and not a mean.
+      skips_empty_rounds: whether a round in which no update arrives leaves the state unchanged. A mechanism of differential
+        privacy must not show that.
     """
 
     adds_weights: ClassVar[bool] = False
+    skips_empty_rounds: ClassVar[bool] = True
 
     @property
     def sends_unchanged(self) -> bool:

@@ -23,7 +23,7 @@ _WARM_UP = 100
 # Optimizers that are refused, by the kind of their state.
 _REFUSED = {
     optax.contrib.DifferentiallyPrivateAggregateState: "dpsgd, which needs the gradient of each example: use another one, such "
-    "as optax.sgd, and fedsim.aggregators.Noised for differential privacy of clients",
+    "as optax.sgd, and fedsim.aggregators.GaussianMechanism for differential privacy of clients",
     optax.contrib.SAMState: "sam, which needs a second gradient, elsewhere: use another one, such as optax.sgd",
 }
 
@@ -95,6 +95,17 @@ def check_descent(
                 f"Expected {name} to descend, got a mean change of {increases.max() + 0.0:+.3g} in its first {steps} for a "
                 "gradient of ones. Use a positive learning rate."
             )
+
+
+def check_draws_no_noise(model: Model, *, client_optimizer: optax.GradientTransformation) -> None:
+    """Raises ``ValueError`` if a client optimizer draws noise from a key of its own, which is the same for all clients."""
+    if _states(client_optimizer.init(_constants(model, 0)), optax.AddNoiseState):
+        raise ValueError(
+            "Expected client_optimizer without noise, got optax.add_noise (also in optax.noisy_sgd): its key is that of the "
+            "optimizer, so all clients would draw the same noise in every round. For differential privacy of clients, use "
+            "fedsim.aggregators.GaussianMechanism; for noise in local steps, override local_training with a loss that draws it "
+            "from Batch.key."
+        )
 
 
 def needs_loss(optimizer: optax.GradientTransformation, params: Params) -> bool:

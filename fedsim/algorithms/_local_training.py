@@ -13,7 +13,7 @@ import optax
 
 from fedsim import metrics, tree
 from fedsim.aggregators import accumulation_dtype
-from fedsim.algorithms._descent import check_descent, needs_loss, warn_of_lost_gradients
+from fedsim.algorithms._descent import check_descent, check_draws_no_noise, needs_loss, warn_of_lost_gradients
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.model import Model, ModelParts, Params, current_scope, scope_of
 from fedsim.rounds import Client
@@ -360,6 +360,7 @@ def check_client_optimizer(
     # A schedule over rounds may start with learning rate 0. The optimizer of the first round alone then never moves.
     scheduled = not isinstance(client_optimizer, optax.GradientTransformation)
     optimizer = optimizer_of_round(client_optimizer, jnp.int32(0))
+    check_draws_no_noise(model, client_optimizer=optimizer)
     check_descent(model, client_optimizer=optimizer, may_be_zero=scheduled, has_loss=True)
     if batches is not None and data is not None:
         warn_of_lost_gradients(model, batches.num_steps(data.sizes[data.sizes > 0]), client_optimizer=optimizer)

@@ -38,7 +38,7 @@ def report_problems(algorithm: FederatedAlgorithm, info: RoundInfo, cohorts: Seq
     if count := int(np.asarray(info.num_dropped).sum()):
         _report_problems(algorithm, info, cohorts, count)
     idle = np.flatnonzero(np.atleast_1d(np.asarray(info.num_aggregated)) == 0)
-    if len(idle):
+    if len(idle) and algorithm.aggregator.innermost.skips_empty_rounds:
         _report_idle(algorithm, info, cohorts, int(idle[0]))
 
 

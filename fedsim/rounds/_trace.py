@@ -327,7 +327,8 @@ def trace_round(
 def finished(
     algorithm: FederatedAlgorithm, before: State, average: Any, clients: Clients, server: State, info: Any
 ) -> FederatedState:
-    """Returns the state after a round, without the clients' memories. If no update counts, it is the state before the round.
+    """Returns the state after a round, without the clients' memories. If no update counts, it is the state before the round,
+    unless the aggregator acts nevertheless.
 
     Args:
       algorithm: whose round it is.
@@ -377,7 +378,7 @@ def finished(
         new_average(algorithm.averaging, average, getattr(server, "params", ())),
         parts=parts,
     )
-    if isinstance(info, RoundInfo):
+    if isinstance(info, RoundInfo) and algorithm.aggregator.innermost.skips_empty_rounds:
         kept = clients.before._replace(server=before, average=average, past=(), parts=clients.parts)
         after = tree.select(info.num_aggregated > 0, after, kept)
     return after._replace(past=clients.past)

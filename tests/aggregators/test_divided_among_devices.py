@@ -35,15 +35,13 @@ class LargestOfKrum(aggregators.Krum):
     combine = Largest.combine
 
 
-@pytest.mark.parametrize(
-    ("devices", "around"), [(2, lambda a: a), (8, lambda a: a), (2, lambda a: aggregators.Noised(0.1, inner=a))]
-)
+@pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.parametrize("name", [*AGGREGATORS, "largest", "largest of Krum"])
-def test_several_devices_give_the_same_aggregate_as_one(name, around, devices):
+def test_several_devices_give_the_same_aggregate_as_one(name, devices):
     """Some leaves are divided among devices, others are too small or not divisible or have other dtypes; the last slot is
     unused."""
     others = {"largest": Largest(), "largest of Krum": LargestOfKrum(attackers=2)}
-    aggregator = around(others[name] if name in others else AGGREGATORS[name])
+    aggregator = others[name] if name in others else AGGREGATORS[name]
     draw, slots = np.random.default_rng(30), 12
     shapes = {
         "even": (160, 256),

@@ -253,8 +253,6 @@ def test_inner_products_of_long_rows_include_all_columns(columns):
         (lambda: aggregators.Clipped(0.0), r"Expected norm > 0 and finite, got norm=0.0"),
         (lambda: aggregators.Clipped(float("nan")), r"Expected norm > 0 and finite"),
         (lambda: aggregators.CentredClipping(0.0), r"Expected radius > 0 and finite, got radius=0.0"),
-        (lambda: aggregators.Noised(-1.0), r"Expected multiplier >= 0 and finite, got multiplier=-1.0"),
-        (lambda: aggregators.Noised(1.0, norm=0.0), r"Expected norm > 0 and finite"),
     ],
 )
 def test_arguments_out_of_range_raise_an_error(make, message):
@@ -361,31 +359,6 @@ def test_centred_clipping_beyond_all_distances_is_the_mean():
     memory = jax.tree.map(lambda rows: rows[3], tree(x))
     update, _ = fold(aggregators.CentredClipping(1e30), x, weights, memory)
     np.testing.assert_allclose(flat(update), np.average(x, 0, weights), rtol=1e-5, atol=1e-6)
-
-
-def test_noise_has_its_standard_deviation_and_is_new_in_every_round():
-    zeros = {"a": jnp.zeros(20_000), "b": jnp.zeros((100, 200))}
-    for aggregator, deviation in [
-        (aggregators.Noised(2.0, norm=0.5), 0.5 * 2 / 4),
-        (aggregators.Noised(2.0, norm=0.5, inner=aggregators.Noised(1.0)), np.hypot(0.25, 0.25)),
-    ]:
-        accumulator = aggregator.zero(zeros, 6)
-        for slot, weight in enumerate([1.0, 3.0, 0.0, 1.0, 2.0]):
-            accumulator = aggregator.accumulate(accumulator, zeros, jnp.float32(weight), jnp.int32(slot))
-        first, second = (aggregator.finish_round(accumulator, (), jax.random.key(seed))[0] for seed in (0, 1))
-        a, b = np.asarray(first["a"]), np.ravel(first["b"])
-        for draw in (a, b):
-            # The deviation of a normal sample differs by more than 4 / sqrt(2 n), 2 %, only once in 16,000 draws.
-            assert np.std(draw) == pytest.approx(deviation, rel=0.02)
-            assert abs(draw.mean()) < 4 * deviation / np.sqrt(len(draw))
-        assert abs(np.corrcoef(a, b)[0, 1]) < 0.03 > abs(np.corrcoef(a, second["a"])[0, 1])
-        np.testing.assert_array_equal(aggregator.finish(accumulator)["a"], 0)
-
-
-def test_noise_of_zero_changes_nothing():
-    x, weights, _ = population(4, seed=21)
-    quiet, plain = (fold(a, x, weights)[0] for a in (aggregators.Noised(0.0), aggregators.Mean()))
-    np.testing.assert_array_equal(flat(quiet), flat(plain))
 
 
 def test_a_trimmed_mean_that_trims_nobody_says_so():

@@ -55,7 +55,6 @@ AGGREGATORS = {
     "flame": aggregators.FLAME(),
     "centred_clipping": aggregators.CentredClipping(radius=0.05),
     "clipped": aggregators.Clipped(0.05),
-    "noised": aggregators.Noised(0.1),
     "compressed": aggregators.Compressed(compressors.Eden(bits=2)),
     "compressed with feedback": aggregators.Compressed(compressors.ErrorFeedback(compressors.TopK(fraction=0.3))),
 }
@@ -63,10 +62,10 @@ CASES = {name: (fedsim.algorithms.get(name), {}) for name in sorted(fedsim.algor
 
 
 def all_at_once(cls):
-    """Returns options that combine clipping, compression with error feedback, noise, a stacking aggregator and a downlink."""
+    """Returns options that combine clipping, compression with error feedback, a stacking aggregator and a downlink."""
     folds = aggregators.MinNorm() if cls is fedsim.algorithms.FedMGDA else aggregators.TrimmedMean(trim=0.2)
     feedback = compressors.ErrorFeedback(compressors.ScaledSign())
-    compressed = aggregators.Compressed(feedback, inner=aggregators.Noised(0.01, inner=folds))
+    compressed = aggregators.Compressed(feedback, inner=folds)
     return {
         "aggregator": aggregators.Clipped(1.0, inner=compressed),
         "downlink": compressors.ErrorFeedback(compressors.Cast()),

@@ -25,7 +25,7 @@ DIFFERENTIABLE = {
     "sum": (lambda _: aggregators.Sum(), 1.0),
     "clipped": (lambda norm: aggregators.Clipped(norm), 0.1),
     "centred clipping": (lambda radius: aggregators.CentredClipping(radius), 0.1),
-    "noised": (lambda multiplier: aggregators.Noised(multiplier), 0.1),
+    "noised": (lambda multiplier: aggregators.GaussianMechanism(multiplier, clip=1.0, denominator=3), 0.1),
     "geometric median": (lambda _: aggregators.GeometricMedian(), 1.0),
     "fools gold": (lambda confidence: aggregators.FoolsGold(confidence), 0.3),
     "bucketed geometric median": (lambda _: aggregators.Bucketing(2, inner=aggregators.GeometricMedian()), 1.0),
