@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fedsim import planning as planning
     from fedsim import plots as plots
     from fedsim import primitives as primitives
+    from fedsim import privacy as privacy
     from fedsim import rng as rng
     from fedsim import rounds as rounds
     from fedsim import samplers as samplers

@@ -15,6 +15,7 @@ import fedsim
 # Libraries that only some functions need, and packages of fedsim that many programs do not use.
 HEAVY = {
     "array_record",
+    "dp_accounting",
     "equinox",
     "flax",
     "h5py",
@@ -43,6 +44,7 @@ HEAVY = {
     "fedsim.models",
     "fedsim.planning",
     "fedsim.plots",
+    "fedsim.privacy",
     "fedsim.systems",
     "fedsim.vertical",
 }

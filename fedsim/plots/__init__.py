@@ -7,6 +7,7 @@ Okabe and Ito, which are distinguishable for colour-blind readers, or a colour m
 
 from fedsim.plots._bands import plot_bands as plot_bands
 from fedsim.plots._bits import plot_bits as plot_bits
+from fedsim.plots._epsilon import plot_epsilon as plot_epsilon
 from fedsim.plots._examples import plot_examples as plot_examples
 from fedsim.plots._graph import plot_graph as plot_graph
 from fedsim.plots._labels import plot_labels as plot_labels

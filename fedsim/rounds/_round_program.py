@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, Var, jaxpr_as_fun
+from jax.interpreters import partial_eval
 
 from fedsim import tree
 from fedsim.aggregators import Aggregator
@@ -288,6 +289,8 @@ class RoundProgram:
     def __init__(self, jaxpr: ClosedJaxpr, shapes: Any, batches: Batches, first: FederatedState) -> None:
         self.batches, self.first, self._shapes = batches, first, shapes
         self._inputs, self._jaxpr = with_inputs(jaxpr.jaxpr)
+        self._num_state = len(jax.tree.leaves(shapes[0]))
+        self._plan = dict(zip(jaxpr.jaxpr.invars[-len(_OF_CLIENTS) :], _OF_CLIENTS, strict=True))
         self._consts = jaxpr.consts
         self._equations = [equation for equation in self._jaxpr.eqns if equation.primitive is call_p]
         self.calls: tuple[TracedCall, ...] = tuple(equation.params["call"] for equation in self._equations)
@@ -357,6 +360,43 @@ class RoundProgram:
         """Returns the state and the info after the round, when the server has reached the end."""
         return jax.tree.unflatten(jax.tree.structure(self._shapes), [_read(values, x) for x in self._jaxpr.outvars])
 
+    def reads_of_server(self) -> dict[str, list[str]]:
+        """Returns what the server's state after the round depends on besides the accumulators of calls, by where it is from.
+
+        The keys are ``"plan"``, with fields of `RoundPlan` other than the round's number, and the names of calls, with the
+        names of entries of the info, or "result" for `Clients.map`. The work of clients may depend on their own plan; what
+        all clients receive is followed like the state.
+
+        >>> import fedsim
+        >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
+        >>> algorithm = fedsim.algorithms.Histogram(bins=2)
+        >>> traced, _ = fedsim.execution.traced_rounds(algorithm, algorithm.init(jax.random.key(0)), data)
+        >>> traced.trace().reads_of_server()  # If no update counts, the state stays as it is.
+        {'update': ['weight']}
+        """
+        whole = [number < self._num_state for number in range(len(self._jaxpr.outvars))]
+        # The names of arguments are those of the trace, which had fewer.
+        unnamed = self._jaxpr.replace(debug_info=self._jaxpr.debug_info.with_unknown_names())
+        kept, _ = partial_eval.dce_jaxpr(unnamed, whole, instantiate=True)
+        needed, found = set(_variables(kept.outvars)), dict[str, list[str]]()
+        for equation in reversed(kept.eqns):
+            if not needed & set(equation.outvars):
+                continue
+            if equation.primitive is not call_p:
+                needed |= set(_variables(equation.invars))
+                continue
+            call = equation.params["call"]
+            _, entries = jax.tree.unflatten(jax.tree.structure(call.results), equation.outvars)
+            for path, var in jax.tree_util.tree_leaves_with_path(entries):
+                if var in needed:
+                    name = "result" if call.zero is None else jax.tree_util.keystr(path, simple=True, separator="/")
+                    found.setdefault(call.name, []).append(name)
+            operands = jax.tree.unflatten(call.operands, equation.invars)
+            needed |= set(_variables(jax.tree.leaves(operands._replace(clients=()), is_leaf=lambda x: isinstance(x, Literal))))
+        inputs = dict(zip(kept.invars, self._jaxpr.invars, strict=True))
+        plan = [self._plan[inputs[var]] for var in kept.invars if var in needed and inputs[var] in self._plan]
+        return found | ({"plan": others} if (others := [name for name in plan if name != "round"]) else {})
+
     def live_values(self, number: int, values: Values) -> list[Any]:
         """Returns the values at a call that later parts of the round need, without the arguments of the round."""
         return [values[var] for var in self._live[number]]
@@ -409,6 +449,10 @@ class RoundProgram:
             live.append([var for var in self._needed[number] if var in known])
             known.update(equation.outvars)
         return live
+
+
+# The fields of a plan that a round reads, in the order of the leaves.
+_OF_CLIENTS = RoundPlan._fields[:-4]
 
 
 def aval_of(x: Any) -> Any:

@@ -138,7 +138,7 @@ def test_each_call_of_mime_has_its_own_aggregator_and_client_memories():
 
 @pytest.mark.slow
 def test_each_call_of_mime_draws_its_own_noise():
-    noised = {"aggregator": aggregators.GaussianMechanism(1.0, clip=100.0, denominator=400)}
+    noised = {"aggregator": aggregators.GaussianMechanism(0.005, clip=100.0, denominator=39 / 12, largest_weight=12.0)}
     of_gradients = first_call(**noised)[0] - first_call()[0]
     rounds = [federation.cohort(federation.data())]
     of_movements = run(FedAvg(**settings()), rounds)[1] - run(FedAvg(**settings(**noised)), rounds)[1]

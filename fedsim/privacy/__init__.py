@@ -1,0 +1,16 @@
+"""Differential privacy of clients: what a number of rounds with `fedsim.aggregators.GaussianMechanism` reveals of a client.
+
+`epsilon` and `noise_multiplier` need the package dp-accounting: ``pip install 'fedsim-jax[privacy]'``.
+"""
+
+from fedsim.privacy._accountant import epsilon as epsilon
+from fedsim.privacy._accountant import noise_multiplier as noise_multiplier
+from fedsim.privacy._guarantee import Guarantee as Guarantee
+from fedsim.privacy._guarantee import calibrated as calibrated
+from fedsim.privacy._guarantee import check as check
+from fedsim.privacy._participation import EveryRound as EveryRound
+from fedsim.privacy._participation import FixedSize as FixedSize
+from fedsim.privacy._participation import Participation as Participation
+from fedsim.privacy._participation import Poisson as Poisson
+from fedsim.privacy._participation import Relation as Relation
+from fedsim.privacy._participation import participation_of as participation_of

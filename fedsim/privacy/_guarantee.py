@@ -1,0 +1,202 @@
+"""`check`: whether clients reach the server through the mechanism alone; `Guarantee`: what a run then promises them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from fedsim import checks
+from fedsim.aggregators import Aggregator, Clipped, Compressed, GaussianMechanism
+from fedsim.algorithm import Algorithm
+from fedsim.data import FederatedData
+from fedsim.execution import traced_rounds
+from fedsim.privacy._accountant import epsilon, noise_multiplier
+from fedsim.privacy._participation import Participation, Relation, participation_of
+from fedsim.samplers import Sampler
+
+_RELATIONS = {
+    "add_or_remove": "a client is added or removed, with all of its examples",
+    "replace_one": "a client is replaced by any other, with all of its examples",
+}
+
+
+def check(algorithm: Algorithm, data: FederatedData) -> int:
+    """Returns how many updates a client sends to the server in a round, all of them through a `GaussianMechanism`.
+
+    The traced program of the round is followed from the server's state after the round back to the clients, so it holds for all
+    data. Apart from the noised aggregates, the state may depend on nothing that clients send or that is known of them.
+
+    Args:
+      algorithm: with a `GaussianMechanism` as aggregator; `Clipped` and `Compressed` may be around it.
+      data: the population.
+
+    Raises:
+      ValueError: the state depends on clients in other ways, or the round cannot be checked. The error names the way.
+
+    >>> import optax, fedsim
+    >>> data = fedsim.datasets.load("digits(clients=5)").train
+    >>> options = dict(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10),
+    ...     weighting="uniform", aggregator=GaussianMechanism(1.0, clip=0.5, denominator=2))
+    >>> check(fedsim.algorithms.FedAvg(**options), data), check(fedsim.algorithms.Mime(**options), data)
+    (1, 2)
+    >>> check(fedsim.algorithms.SCAFFOLD(**options), data)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected the server of SCAFFOLD to learn of clients through GaussianMechanism alone, got ...
+    """
+    name = type(algorithm).__name__
+    _check_aggregator(name, algorithm.aggregator)
+    if type(algorithm).apply is not Algorithm.apply:
+        raise ValueError(f"Expected a round whose program can be checked, got {name}, which overrides apply: override round.")
+    if algorithm.staleness is not None:
+        raise ValueError(
+            f"Expected rounds whose clients start from this round's model, got {name} with staleness={algorithm.staleness}: no "
+            "accountant is known for stale updates. Run it without, and without a virtual clock."
+        )
+    algorithm.check(data)
+    program = traced_rounds(algorithm, jax.eval_shape(algorithm.init, jax.random.key(0)), data)[0].trace()
+    for call in program.calls:
+        if call.statistics != ():
+            raise ValueError(
+                f"Expected a model without running statistics, got one with them in {name}: clients send them without noise. "
+                "Use GroupNorm, or keep them at the clients (statistics='client')."
+            )
+        if call.aggregator is not None:
+            _check_aggregator(name, call.aggregator)
+    if ways := program.reads_of_server():
+        shown = [f"{', '.join(entries)} of {'the cohort' if call == 'plan' else repr(call)}" for call, entries in ways.items()]
+        raise ValueError(
+            f"Expected the server of {name} to learn of clients through GaussianMechanism alone, got a state that also depends "
+            f"on {' and on '.join(shown)}, without noise: use another algorithm, such as FedAvg."
+        )
+    return sum(call.aggregator is not None for call in program.calls)
+
+
+def _check_aggregator(name: str, aggregator: Aggregator) -> None:
+    inner = aggregator
+    while isinstance(inner, (Clipped, Compressed)):
+        inner = inner.inner
+    if type(inner) is not GaussianMechanism:
+        raise ValueError(
+            f"Expected updates to be aggregated by GaussianMechanism, got {type(inner).__name__} in {name}: what clients "
+            "send besides, or what combines the updates, has no known sensitivity. Use aggregator=GaussianMechanism(...), "
+            "which only Clipped and Compressed may wrap, and an algorithm whose clients send nothing but an update."
+        )
+
+
+def calibrated(
+    algorithm: Algorithm, sampler: Sampler, *, epsilon: float, delta: float, rounds: int, relation: Relation | None = None
+) -> Algorithm:
+    """Returns the algorithm with the noise multiplier with which a number of rounds has (ε, δ) differential privacy.
+
+    Args:
+      algorithm: with a `GaussianMechanism`, whose own noise multiplier is not used, see `check`.
+      sampler: of the rounds, see `participation_of`.
+      epsilon, delta, rounds, relation: see `noise_multiplier`.
+
+    Raises:
+      ValueError: see `check`, `participation_of` and `noise_multiplier`.
+
+    >>> import optax, fedsim
+    >>> data = fedsim.datasets.load("digits(clients=50)").train
+    >>> mechanism = GaussianMechanism(1.0, clip=0.5, denominator=5)
+    >>> algorithm = fedsim.algorithms.FedSGD(
+    ...     model=fedsim.models.digits_logistic(), server_optimizer=optax.sgd(0.1), weighting="uniform", aggregator=mechanism)
+    >>> sampler = fedsim.samplers.PoissonSampler(data, probability=0.1, seed=0)
+    >>> private = calibrated(algorithm, sampler, epsilon=4.0, delta=0.01, rounds=20)
+    >>> round(Guarantee.of(private, sampler, delta=0.01).epsilon(20), 3)
+    4.0
+    """
+    participation = participation_of(sampler)
+    calls = check(algorithm, sampler.data)
+    noise = noise_multiplier(epsilon, participation, rounds=rounds, delta=delta, relation=relation) * math.sqrt(calls)
+
+    def with_noise(aggregator: Any) -> Aggregator:
+        if isinstance(aggregator, GaussianMechanism):
+            return dataclasses.replace(aggregator, noise_multiplier=noise)
+        return dataclasses.replace(aggregator, inner=with_noise(aggregator.inner))
+
+    return dataclasses.replace(algorithm, aggregator=with_noise(algorithm.aggregator))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Guarantee:
+    """What a run promises its clients: (ε, δ) differential privacy after each number of rounds.
+
+    It is about the server's state, so about the model and all that is computed from it. Training losses, numbers of examples
+    and other info of rounds in the metrics of a run are computed from clients without noise.
+
+    Attributes:
+      noise_multiplier: of a round, with all updates that a client sends in it.
+      participation: how clients take part in rounds.
+      delta: δ, at most one over the number of clients.
+      relation: see `epsilon`; None: the default of the participation.
+
+    Raises:
+      ValueError: an attribute is out of its range.
+
+    >>> from fedsim.privacy import Poisson
+    >>> guarantee = Guarantee(noise_multiplier=1.2, participation=Poisson(120 / 3383), delta=1e-5)
+    >>> print(guarantee.text(100))
+    ε = 1.71 with δ = 1e-05 if a client is added or removed, with all of its examples
+    """
+
+    noise_multiplier: float
+    participation: Participation
+    delta: float
+    relation: Relation | None = None
+
+    def __post_init__(self) -> None:
+        checks.number(least=0, noise_multiplier=self.noise_multiplier)
+        checks.number(above=0, below=1, delta=self.delta, remedy="it should be below one over the number of clients")
+
+    @classmethod
+    def of(cls, algorithm: Algorithm, sampler: Sampler, *, delta: float, relation: Relation | None = None) -> Guarantee:
+        """Returns the guarantee of an algorithm with a `GaussianMechanism`, whose cohorts are those of the sampler.
+
+        If a client sends several updates in a round, each is clipped on its own; k of them, with independent noise, have the
+        privacy of one with z / √k.
+
+        Args:
+          algorithm: see `check`.
+          sampler: see `participation_of`.
+          delta, relation: see `epsilon`.
+
+        Raises:
+          ValueError: see `check` and `participation_of`; or ``delta`` is above one over the number of clients.
+        """
+        clients = sampler.data.num_clients
+        checks.number(
+            above=0, most=1 / clients, delta=delta,
+            remedy=f"with a larger one, the data of one of {clients:,} clients may be published",
+        )  # fmt: skip
+        participation = participation_of(sampler)
+        calls = check(algorithm, sampler.data)
+        mechanism = algorithm.aggregator.innermost
+        assert isinstance(mechanism, GaussianMechanism)
+        noise = mechanism.noise_multiplier / math.sqrt(calls)
+        return cls(noise_multiplier=noise, participation=participation, delta=delta, relation=relation)
+
+    def epsilon(self, rounds: int) -> float:
+        """Returns ε after a number of rounds, see `fedsim.privacy.epsilon`."""
+        return epsilon(self.noise_multiplier, self.participation, rounds=rounds, delta=self.delta, relation=self.relation)
+
+    def text(self, rounds: int) -> str:
+        """Returns ε and δ after a number of rounds and the neighbouring relation, as a part of a sentence."""
+        relation = _RELATIONS[self.relation or self.participation.relations[0]]
+        return f"ε = {self.epsilon(rounds):.3g} with δ = {self.delta:g} if {relation}"
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What the guarantee assumes, in sentences."""
+        return [
+            f"Of the sampling: {self.participation}, and nobody sees who takes part.",
+            f"Of the noise: its standard deviation is {self.noise_multiplier:.4g} times what one client can add, and the "
+            "server that adds it is trusted.",
+            "Of what is published: the model and what is computed from it; not the losses and counts of rounds in the metrics, "
+            "and not what is chosen by evaluations on the clients' own examples.",
+        ]

@@ -1,0 +1,160 @@
+"""How clients take part in rounds, as a privacy accountant knows it; it is taken from the sampler."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+from fedsim import checks
+from fedsim.attacks import Attack
+from fedsim.samplers import Attacked, PoissonSampler, Sampler, UniformSampler
+
+# Which populations are neighbours: one has a client that the other lacks, or the examples of one client differ.
+Relation = Literal["add_or_remove", "replace_one"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Participation:
+    """Base class of the assumptions of an accountant about who takes part in a round.
+
+    Attributes:
+      relations: the neighbouring relations for which dp-accounting knows the loss of privacy; the first is the default.
+      methods: the accountants that know it, the best first: ``"pld"`` (privacy loss distributions), ``"rdp"`` (Rényi).
+
+    >>> Poisson(0.01).relations, FixedSize(10, 1000).relations
+    (('add_or_remove',), ('replace_one',))
+    """
+
+    relations: ClassVar[tuple[Relation, ...]] = ()
+    methods: ClassVar[tuple[Literal["pld", "rdp"], ...]] = ("pld", "rdp")
+
+    def event(self, dp: Any, noise: float) -> Any:
+        """Returns the event of one round.
+
+        Args:
+          dp: the module ``dp_accounting``.
+          noise: the standard deviation of the noise in units of what a client changes.
+        """
+        return dp.GaussianDpEvent(noise)
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisson(Participation):
+    """Every client takes part in a round with the same probability, independently of all others.
+
+    Attributes:
+      probability: in (0, 1).
+
+    >>> print(Poisson(0.01))
+    every client takes part in a round with probability 0.01, independently of the others (Poisson sampling)
+    """
+
+    relations = ("add_or_remove",)
+
+    probability: float
+
+    def __post_init__(self) -> None:
+        checks.number(above=0, most=1, probability=self.probability, remedy="it is the probability that a client takes part")
+
+    def event(self, dp: Any, noise: float) -> Any:
+        return dp.PoissonSampledDpEvent(self.probability, dp.GaussianDpEvent(noise))
+
+    def __str__(self) -> str:
+        return (
+            f"every client takes part in a round with probability {self.probability:.4g}, independently of the others (Poisson "
+            "sampling)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedSize(Participation):
+    """A round has a fixed number of distinct clients, and all such sets are equally likely, independently between rounds.
+
+    Y.-X. Wang, B. Balle, S. P. Kasiviswanathan, "Subsampled Rényi differential privacy and analytical moments accountant",
+    AISTATS 2019, theorem 9: https://arxiv.org/abs/1808.00087. It holds if one client is replaced by another.
+
+    Attributes:
+      clients: in a round.
+      population: the number of all clients, above ``clients``.
+
+    >>> print(FixedSize(10, 1000))
+    10 of 1,000 clients take part in a round, all sets of this size equally likely (sampling without replacement)
+    """
+
+    relations = ("replace_one",)
+    methods = ("rdp",)
+
+    clients: int
+    population: int
+
+    def __post_init__(self) -> None:
+        checks.whole(1, clients=self.clients)
+        checks.whole(self.clients + 1, population=self.population, remedy="if all clients take part, use EveryRound()")
+
+    def event(self, dp: Any, noise: float) -> Any:
+        return dp.SampledWithoutReplacementDpEvent(self.population, self.clients, dp.GaussianDpEvent(noise))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.clients:,} of {self.population:,} clients take part in a round, all sets of this size equally likely "
+            "(sampling without replacement)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryRound(Participation):
+    """Every client takes part in every round, so sampling does not hide who took part.
+
+    >>> print(EveryRound())
+    every client takes part in every round (no amplification by sampling)
+    """
+
+    relations = ("add_or_remove", "replace_one")
+
+    def __str__(self) -> str:
+        return "every client takes part in every round (no amplification by sampling)"
+
+
+def participation_of(sampler: Sampler | Participation) -> Participation:
+    """Returns how clients take part in the rounds of a sampler.
+
+    Attackers are clients, as long as each decides by itself: `samplers.Attacked` with the same attackers in every round, who do
+    not collude.
+
+    Args:
+      sampler: a `PoissonSampler` or a `UniformSampler`; a `Participation` is returned as it is.
+
+    Raises:
+      ValueError: the sampler is another one, for which no accountant is known.
+
+    >>> from fedsim.data import FederatedData
+    >>> data = FederatedData.from_arrays({"x": [1.0, 2.0, 3.0, 4.0]}, sizes=[1] * 4)
+    >>> [participation_of(UniformSampler(data, clients=clients, seed=0)) for clients in (3, 4)]
+    [FixedSize(clients=3, population=4), EveryRound()]
+    """
+    if isinstance(sampler, Participation):
+        return sampler
+    if type(sampler) is Attacked:
+        if sampler.every_round or _colludes(sampler.attack):
+            raise ValueError(
+                f"Expected attackers who decide by themselves, got the attack {type(sampler.attack).__name__} "
+                f"{'of others in every round' if sampler.every_round else 'of clients who collude'}: what one client sends "
+                "would depend on the others, which no accountant knows. Choose an attack such as sign_flip, of fixed attackers."
+            )
+        return participation_of(sampler.sampler)
+    if type(sampler) is PoissonSampler:
+        return EveryRound() if sampler.probability == 1 else Poisson(sampler.probability)
+    if type(sampler) is UniformSampler:
+        population = sampler.data.num_clients
+        return EveryRound() if sampler.clients == population else FixedSize(sampler.clients, population)
+    raise ValueError(
+        f"Expected a PoissonSampler or a UniformSampler, got {type(sampler).__name__}: who takes part in its rounds is not "
+        "what a privacy accountant assumes. Use fedsim.samplers.PoissonSampler (--sampler poisson), without stragglers and "
+        "without a virtual clock."
+    )
+
+
+def _colludes(attack: Attack) -> bool:
+    inner = getattr(attack, "inner", None)
+    own = type(attack).wrap_aggregator is not Attack.wrap_aggregator
+    return own or (isinstance(inner, Attack) and _colludes(inner))

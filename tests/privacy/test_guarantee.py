@@ -1,0 +1,109 @@
+"""What a run promises: which algorithms reach the server through the mechanism alone, and how several updates are counted."""
+
+import dataclasses
+
+import federation
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import fedsim
+from fedsim import aggregators, compressors
+from fedsim.aggregators import GaussianMechanism
+from fedsim.privacy import EveryRound, Guarantee, Poisson, check, epsilon
+
+MECHANISM = GaussianMechanism(1.0, clip=0.5, denominator=4)
+
+
+def make(cls, aggregator=MECHANISM, **options):
+    options = {"model": federation.model(), "client_optimizer": optax.sgd(0.1), "weighting": "uniform"} | options
+    known = {field.name for field in dataclasses.fields(cls) if field.init}
+    options = {name: value for name, value in options.items() if name in known}
+    return cls(batches=fedsim.Batches(size=4), aggregator=aggregator, **options)
+
+
+class Own(GaussianMechanism):
+    """A user's subclass, of which nothing is known."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Leaky(fedsim.algorithms.FedAvg):
+    """Its server also reads what one of these functions returns, of the clients, their info or the update."""
+
+    leak: str = ""
+
+    def round(self, state, clients):
+        shared = self.broadcast(state)
+        if self.leak == "map":
+            largest = jnp.max(clients.map(lambda shared, client: client.num_examples, shared))
+            shared = shared._replace(params=jax.tree.map(lambda x: x * jnp.asarray(largest, x.dtype), shared.params))
+        if self.leak == "another call":
+            name, mean = "other", aggregators.Mean()
+            clients.aggregate(self.client_update, shared, name=name, aggregator=mean)
+        update, info = clients.aggregate(self.client_update, shared)
+        factor = {"loss": info.clients["loss"].sum(), "cohort": info.num_clients, "map": 1}.get(self.leak, 1)
+        update = jax.tree.map(lambda x: x * jnp.asarray(factor, x.dtype), update)
+        return self.server_update(state, update, info), info
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "calls"),
+    [
+        (make(fedsim.algorithms.FedAvg), 1),
+        (make(fedsim.algorithms.FedAdam), 1),
+        (make(fedsim.algorithms.Mime), 2),
+        (make(fedsim.algorithms.FedAvg, averaging=0.9), 1),
+        (
+            make(
+                fedsim.algorithms.FedAvg,
+                aggregators.Clipped(1.0, inner=aggregators.Compressed(compressors.Eden(), inner=MECHANISM)),
+            ),
+            1,
+        ),
+        (make(Leaky), 1),
+    ],
+)
+def test_updates_of_a_client_are_counted(algorithm, calls):
+    assert check(algorithm, federation.data()) == calls
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (
+            make(fedsim.algorithms.FedAvg, aggregators.Mean()),
+            "updates to be aggregated by GaussianMechanism, got Mean in FedAvg",
+        ),
+        (make(fedsim.algorithms.FedAvg, Own(1.0, clip=0.5, denominator=4)), "updates .*, got Own in FedAvg: what clients"),
+        (
+            make(fedsim.algorithms.SCAFFOLD),
+            "the server of SCAFFOLD .* depends on weight of 'update' and on population of the co",
+        ),
+        (
+            make(fedsim.algorithms.FedNova),
+            "updates to be aggregated by GaussianMechanism, got AuxMean in FedNova: what clients",
+        ),
+        (make(fedsim.algorithms.FedAvg, weighting="examples"), "weighting='uniform' with GaussianMechanism, got weighting="),
+        (make(fedsim.algorithms.FedAvg, staleness=fedsim.Staleness(bound=2)), "rounds whose clients start from this round's"),
+        (make(Leaky, leak="loss"), "the server of Leaky .* depends on loss of 'update', without noise: use another algorithm"),
+        (make(Leaky, leak="cohort"), "the server of Leaky .* depends on count of the cohort, without noise"),
+        (make(Leaky, leak="map"), "the server of Leaky .* depends on result of 'map', without noise"),
+        (make(Leaky, leak="another call"), "updates to be aggregated by GaussianMechanism, got Mean in Leaky"),
+    ],
+)
+def test_other_ways_from_clients_to_the_server_are_named(algorithm, message):
+    with pytest.raises(ValueError, match=f"^Expected {message}"):
+        check(algorithm, federation.data())
+
+
+def test_a_client_in_two_calls_is_counted_twice():
+    """Two updates with independent noise are one of twice the dimension, whose sensitivity is √2 times the norm."""
+    sampler = fedsim.samplers.PoissonSampler(federation.data(), probability=0.5, seed=0)
+    one, two = (Guarantee.of(make(cls), sampler, delta=1e-3) for cls in (fedsim.algorithms.FedAvg, fedsim.algorithms.Mime))
+    assert (one.participation, one.noise_multiplier) == (Poisson(0.5), 1.0)
+    assert two.noise_multiplier == pytest.approx(2**-0.5)
+    every = dataclasses.replace(two, participation=EveryRound())
+    assert every.epsilon(5) == pytest.approx(epsilon(1.0, EveryRound(), rounds=10, delta=1e-3))
+    with pytest.raises(ValueError, match=r"^Expected 0 < delta <= 0.125, got delta=0.2: .* one of 8 clients may be published"):
+        Guarantee.of(make(fedsim.algorithms.FedAvg), sampler, delta=0.2)
