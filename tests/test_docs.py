@@ -72,6 +72,7 @@ PAPERS = {
     **dict.fromkeys(["mime", "mimelite"], "2008.03606"),
     **dict.fromkeys(["qfedavg", "qfedsgd"], "1905.10497"),
     **dict.fromkeys(["fedmgda", "min_norm"], "2006.11489"),
+    "secure_mean": "10.1145/3133956.3133982",
     **dict.fromkeys(["coordinate_median", "trimmed_mean"], "1803.01498"),
     **dict.fromkeys(["krum", "gaussian_noise"], "1703.02757"),
     **dict.fromkeys(["uniform_quantizer", "rotated_uniform_quantizer"], "1611.00429"),

@@ -121,6 +121,7 @@ def aggregators_and_compressors(model: fedsim.Model, task: workload.Task) -> dic
         "FoolsGold": aggregators.FoolsGold(),
         "Bucketing(CoordinateMedian)": aggregators.Bucketing(2, inner=aggregators.CoordinateMedian()),
         "MinNorm": aggregators.MinNorm(),
+        "SecureMean": aggregators.SecureMean(max_weight=100.0),
     }
     senders: dict[str, compressors.Compressor] = {cls.__name__: cls() for cls in compressors.COMPRESSORS.values()}
     senders["Eden, 4 bits"] = compressors.Eden(bits=4)

@@ -34,6 +34,7 @@ from fedsim.aggregators._krum import Krum as Krum
 from fedsim.aggregators._min_norm import MinNorm as MinNorm
 from fedsim.aggregators._partly_uniform import PartlyUniform as PartlyUniform
 from fedsim.aggregators._rows import squared_distances as squared_distances
+from fedsim.aggregators._secure_mean import SecureMean as SecureMean
 from fedsim.aggregators._stack import StackAggregator as StackAggregator
 from fedsim.aggregators._trimmed_mean import TrimmedMean as TrimmedMean
 from fedsim.names import by_name
@@ -56,4 +57,5 @@ AGGREGATORS: dict[str, type[Aggregator]] = by_name(
     CentredClipping,
     MinNorm,
     Bucketing,
+    SecureMean,
 )

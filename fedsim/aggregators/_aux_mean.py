@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from fedsim import tree
 from fedsim.aggregators._aggregator import Accumulator, Aggregator, Mean, Memory, Sent, Update, Wrapper, inherits_aggregation
 from fedsim.aggregators._grouped import Member
+from fedsim.aggregators._secure_mean import check_not_secure
 
 _MEAN = Mean()
 
@@ -48,6 +49,12 @@ class AuxMean(Wrapper):
     >>> [round(x, 4) for x in sent.update.update.tolist()], sent.update.aux.item(), sent.bits.item()
     ([0.6, 0.8], 7.0, 96)
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_not_secure(
+            self, "the auxiliary data, such as running statistics, would be sent unmasked. Use a model without statistics."
+        )
 
     @classmethod
     def wrap(cls, aggregator: Aggregator) -> AuxMean:

@@ -8,6 +8,7 @@ import jax
 
 from fedsim import checks, rng
 from fedsim.aggregators._aggregator import Memory, Sent, Update, Wrapper
+from fedsim.aggregators._secure_mean import check_not_secure
 from fedsim.compressors import Compressor
 
 
@@ -46,6 +47,7 @@ class Compressed(Wrapper):
                     f"Expected one Compressed, got a second one inside it, of {inner.compressor}: remove one of them."
                 )
             inner = inner.inner
+        check_not_secure(self, "masked vectors are random numbers, which cannot be compressed. Give fewer bits of SecureMean.")
 
     def client_memory(self, update: Update) -> Memory:
         memory = self.compressor.init(update), super().client_memory(update)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fedsim import checks, tree
 from fedsim.aggregators._aggregator import Accumulator, Memory, Sent, Update, Wrapper
+from fedsim.aggregators._secure_mean import check_not_secure
 
 
 class Member(NamedTuple):
@@ -51,6 +52,7 @@ class Grouped(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.whole(1, groups=self.groups)
+        check_not_secure(self, "the server would see the group of every client. Use an algorithm with one model.")
 
     def check(self, update: Member, slots: int) -> None:
         self.inner.check(update.update, slots)

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 
-from fedsim.aggregators import StackAggregator
+from fedsim.aggregators import SecureMean, StackAggregator
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
 from fedsim.execution import check_cohorts, federated_round
@@ -23,6 +23,7 @@ class Audit:
       leaks: how values of single clients reach the server's state other than through a reduction.
       reported: the entries of the round's info that have one value per client, for plots and logs.
       collects: the name of the aggregator, if it needs the updates of all clients side by side; "" otherwise.
+      minimum: with secure aggregation, the fewest clients whose sum the server sees; 1 without, so that it sees every update.
 
     >>> program = stages(lambda x: x + 1, jax.numpy.zeros(()))
     >>> print(Audit("Mine", program, (Leak("state", "argmax", "mine.py:7"),), (), ""))
@@ -35,6 +36,7 @@ class Audit:
     leaks: tuple[Leak, ...]
     reported: tuple[str, ...]
     collects: str
+    minimum: int = 1
 
     def __str__(self) -> str:
         names = [name for stage in self.program.stages if stage.kind == "reduction" for name in stage.name.split(", ")]
@@ -47,6 +49,8 @@ class Audit:
             ]
         if self.collects:
             lines.append(f"  {self.collects} needs every client's update, so the server must be trusted with them")
+        if self.minimum > 1:
+            lines.append(f"  of the clients' updates, the server sees no more than the sum of at least {self.minimum}")
         if self.reported:
             lines.append(f"  the round's info reports per client: {', '.join(self.reported)}")
         return "\n".join(lines)
@@ -93,4 +97,5 @@ def audit(algorithm: Algorithm, cohort: Cohort) -> Audit:
         leaks=tuple(dataclasses.replace(leak, result=f"state{leak.result.removeprefix('result[0]')}") for leak in of_state),
         reported=tuple(sorted(name.strip("[]'") for name in named)),
         collects=type(inner).__name__ if isinstance(inner, StackAggregator) else "",
+        minimum=inner.minimum if isinstance(inner, SecureMean) else 1,
     )

@@ -1,4 +1,4 @@
-"""Differential privacy of clients: what a number of rounds with `fedsim.aggregators.GaussianMechanism` reveals of a client.
+"""Privacy of clients: what rounds with `fedsim.aggregators.GaussianMechanism` reveal, and the protocol of secure aggregation.
 
 `epsilon` and `noise_multiplier` need the package dp-accounting: ``pip install 'fedsim-jax[privacy]'``.
 """
@@ -14,3 +14,5 @@ from fedsim.privacy._participation import Participation as Participation
 from fedsim.privacy._participation import Poisson as Poisson
 from fedsim.privacy._participation import Relation as Relation
 from fedsim.privacy._participation import participation_of as participation_of
+from fedsim.privacy._secure_aggregation import Aggregated as Aggregated
+from fedsim.privacy._secure_aggregation import SecureAggregation as SecureAggregation
