@@ -118,6 +118,7 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.datasets.DownloadError",
     "fedsim.datasets.FederatedSplits",
     "fedsim.experiment.Result",
+    "fedsim.privacy.Aggregated",
     "fedsim.reproductions.Curve",
     "fedsim.reproductions.Reproduction",
     "fedsim.reproductions.reproduce",
