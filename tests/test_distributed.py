@@ -95,6 +95,7 @@ def test_two_processes_give_the_bits_of_one_with_as_many_devices(tmp_path):
         ["--algorithm", "ditto", "--mesh", "clients=2, model=2"],
         ["--algorithm", "fedavg", "--aggregator", "coordinate_median"],
         ["--algorithm", "diloco", "--steps", "5"],
+        ["--algorithm", "fedavg", "--sampler", "power_of_choice(candidates=20)"],
     ],
     ids=lambda options: " ".join(options[1:]),
 )
