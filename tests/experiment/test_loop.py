@@ -358,6 +358,6 @@ def test_metrics_that_are_arrays(make_algorithm, model, data, tmp_path):
     over = {name for name in line if "_clients_" in name}
     assert over == {f"test_{name}_clients_{key}" for name in ("loss", "accuracy", "auc") for key in ("mean", "std", "worst10")}
     assert (folder / "learning_curve.png").exists() and "test_confusion" not in scalar_metrics(line)
-    written = b"".join(path.read_bytes() for path in (folder / "tensorboard").iterdir())
+    written = b"".join(path.read_bytes() for path in (folder / "tensorboard").rglob("events.*"))
     assert all(tag in written for tag in (b"test/auc", b"test/f1_per_class/0", b"test/f1_per_class/2"))
     assert b"confusion" not in written
