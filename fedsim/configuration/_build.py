@@ -9,7 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import optax
@@ -28,8 +28,11 @@ from fedsim.names import check_options, did_you_mean, import_reference, look_up,
 from fedsim.partitioners import hide_labels, only_labelled
 from fedsim.pinned_files import pinned_path
 from fedsim.rounds import Staleness, are_alike, numbers_of, with_numbers
-from fedsim.samplers import SAMPLERS, Attacked, Sampler, Stragglers, check_fits, checked_cohort
+from fedsim.samplers import SAMPLERS, Attacked, PoissonSampler, Sampler, Stragglers, check_fits, checked_cohort
 from fedsim.saved_arrays import read_params
+
+if TYPE_CHECKING:
+    from fedsim.privacy import Guarantee
 
 _SIMPLE = (float, int, str, bool)
 
@@ -42,12 +45,14 @@ class Experiment(NamedTuple):
       sampler: a sampler of cohorts of the training data.
       test_data: the test data.
       validation_data: the validation data; None if there are none.
+      privacy: the guarantee of differential privacy; None if the run has none.
     """
 
     algorithm: Algorithm
     sampler: Sampler
     test_data: FederatedData
     validation_data: FederatedData | None = None
+    privacy: Guarantee | None = None
 
 
 class Hyperparameter(NamedTuple):
@@ -120,7 +125,7 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
             samplers[key] = _sampler(_with_few_labels(splits.train, type(algorithm), config), config, algorithm)
         algorithm = _reporting_for(algorithm, samplers[key])
         experiment = Experiment(algorithm, samplers[key], splits.test, splits.validation)
-        experiments.append(_with_virtual_clock(experiment, config))
+        experiments.append(_with_privacy(_with_virtual_clock(experiment, config), config))
     _share_programs([experiment.algorithm for experiment in experiments], configs)
     return experiments
 
@@ -196,6 +201,19 @@ def _with_virtual_clock(experiment: Experiment, config: RunConfig) -> Experiment
         policy=systems.Policy(timeout=config.response_timeout, retries=config.retries, late=config.late_updates),
     )
     return experiment._replace(algorithm=made.algorithm, sampler=made.sampler)
+
+
+def _with_privacy(experiment: Experiment, config: RunConfig) -> Experiment:
+    """Adds the guarantee of differential privacy, if the configuration has one, and the noise that its ε needs."""
+    if not config.is_private:
+        return experiment
+    from fedsim import privacy  # Other runs need not wait for it.
+
+    assert config.dp_delta is not None
+    algorithm, sampler, delta = experiment.algorithm, experiment.sampler, config.dp_delta
+    if config.dp_epsilon is not None:
+        algorithm = privacy.calibrated(algorithm, sampler, epsilon=config.dp_epsilon, delta=delta, rounds=config.rounds)
+    return experiment._replace(algorithm=algorithm, privacy=privacy.Guarantee.of(algorithm, sampler, delta=delta))
 
 
 def _check_no_server(algorithm: Algorithm, config: RunConfig) -> None:
@@ -307,7 +325,8 @@ class _WithRates:
 
 def _communication(cls: type[Algorithm], field: dataclasses.Field[Any], config: RunConfig) -> dict[str, Any]:
     """Returns the fields ``aggregator`` and ``downlink``: updates are clipped, then compressed, then aggregated."""
-    given = [name for name in ("aggregator", "compressor", "clip", "downlink") if getattr(config, name) is not None]
+    names = "aggregator", "compressor", "clip", "downlink", "dp_epsilon", "dp_noise"
+    given = [name for name in names if getattr(config, name) is not None]
     if not given:
         return {}
     if not cls.capabilities.aggregators or cls.apply is not Algorithm.apply:
@@ -315,6 +334,10 @@ def _communication(cls: type[Algorithm], field: dataclasses.Field[Any], config: 
     aggregator: Any
     if config.aggregator is not None:
         aggregator = make("aggregator", config.aggregator, aggregators.AGGREGATORS, aggregators.Aggregator)
+    elif config.dp_clip is not None:
+        clip = aggregators.AdaptiveClip() if config.dp_clip == "adaptive" else float(config.dp_clip)
+        noise = 1.0 if config.dp_noise is None else config.dp_noise  # `_with_privacy` finds that of an ε.
+        aggregator = aggregators.GaussianMechanism(noise, clip=clip, denominator=config.clients)
     else:
         own = field.default_factory
         aggregator = own() if callable(own) else field.default
@@ -391,6 +414,8 @@ def _named_sampler(text: str, data: FederatedData, config: RunConfig) -> Sampler
     name, options = parse_call(text)
     cls: Any = look_up("sampler", name, SAMPLERS)
     given: dict[str, Any] = {"data": data, "clients": config.clients, "seed": config.seed}
+    if cls is PoissonSampler:
+        given["probability"] = given.pop("clients") / data.num_clients
     if "weighting" in inspect.signature(cls).parameters:
         given["weighting"] = config.weighting
     check_options("sampler", name, cls, options, reserved=given)

@@ -290,6 +290,26 @@ class RunConfig:
     late_updates: Literal["drop", "use"] = _option(
         "drop", "virtual clock", "Leave out an update that arrives after the server has stopped waiting, or use it next."
     )
+    dp_epsilon: float | None = _option(
+        None,
+        "differential privacy",
+        "ε of all rounds, such as 8: the noise on the aggregate that it needs is found before the run. With --dp-delta and "
+        "--dp-clip, --weighting uniform, and best --sampler poisson.",
+        builds="aggregator",
+    )
+    dp_noise: float | None = _option(
+        None,
+        "differential privacy",
+        "Instead of --dp-epsilon: the noise on the sum of the updates, in units of the norm that they are clipped to.",
+        builds="aggregator",
+    )
+    dp_delta: float | None = _option(None, "differential privacy", "δ, at most one over the number of clients, such as 1e-6.")
+    dp_clip: str | None = _option(
+        None,
+        "differential privacy",
+        "Largest norm of an update: a number, or 'adaptive' for the median of the norms, which is estimated with noise, too.",
+        builds="aggregator",
+    )
     # The optimizer of a server without a learning rate of its own is SGD with the hyperparameter server_learning_rate.
     hyperparameters: Mapping[str, Value] = dataclasses.field(default_factory=dict, metadata={"builds": ("server_optimizer",)})
     rounds: int = _option(100, "training", "Number of rounds.", builds="client_optimizer")
@@ -299,8 +319,8 @@ class RunConfig:
     sampler: str | None = _option(
         None,
         "training",
-        "How the clients of a round are chosen: 'power_of_choice(candidates=30)', oort, clustered_sampling, ...; default: "
-        "uniform.",
+        "How the clients of a round are chosen: poisson (each with the same probability, so many on average), "
+        "'power_of_choice(candidates=30)', oort, ...; default: uniform.",
         of_sampler=True,
     )
     batch_size: int = _option(20, "training", "Examples per client step.", builds="batches", of_sampler=True)
@@ -396,9 +416,46 @@ class RunConfig:
         checks.positive(or_none=True, clip=self.clip, remedy="None does not clip updates")
         if self.error_feedback and not self.compressor:
             raise ValueError("error_feedback=True requires a compressor, got none: choose one, e.g. compressor='top_k'.")
+        self._check_privacy()
         checks.number(least=0, below=1, client_momentum=self.client_momentum, remedy="0 is plain SGD")
         checks.number(least=0, most=1, client_schedule_end=self.client_schedule_end)
         checks.positive(client_schedule_decay=self.client_schedule_decay)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the run has differential privacy."""
+        return self.dp_epsilon is not None or self.dp_noise is not None
+
+    def _check_privacy(self) -> None:
+        checks.positive(or_none=True, dp_epsilon=self.dp_epsilon, remedy="8 is a weak guarantee, 1 a strong one")
+        checks.number(least=0, or_none=True, dp_noise=self.dp_noise)
+        checks.number(
+            above=0, below=1, or_none=True, dp_delta=self.dp_delta, remedy="give one over the number of clients or less"
+        )
+        given = {name: getattr(self, name) for name in ("dp_epsilon", "dp_noise", "dp_delta", "dp_clip")}
+        shown = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+        noises = [name for name in ("dp_epsilon", "dp_noise") if given[name] is not None]
+        if shown and (len(noises) != 1 or self.dp_delta is None or self.dp_clip is None):
+            raise ValueError(
+                f"Expected dp_epsilon or dp_noise, with dp_delta and dp_clip, got {shown}: give, for example, dp_epsilon=8, "
+                "dp_delta=1e-6 and dp_clip='adaptive'."
+            )
+        if self.dp_clip is not None and self.dp_clip != "adaptive":
+            try:
+                number = float(self.dp_clip)
+            except ValueError:
+                number = None
+            checks.positive(dp_clip=self.dp_clip if number is None else number, remedy="give a norm such as 0.5, or 'adaptive'")
+        if self.is_private and self.aggregator is not None:
+            raise ValueError(
+                f"Expected no aggregator with differential privacy, got aggregator={self.aggregator!r}: the accountant knows "
+                "the clipped mean with noise alone. Leave it out."
+            )
+        if self.is_private and self.stop_when is not None:
+            raise ValueError(
+                f"Expected no stop_when with differential privacy, got stop_when={self.stop_when!r}: when the run ends would "
+                "depend on examples and numbers of clients without noise. Leave it out."
+            )
 
     def _check_files(self) -> None:
         """Adds hashes to the names of files, so that their content is a part of the configuration."""

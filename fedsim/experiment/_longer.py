@@ -40,6 +40,11 @@ def check_rounds(paths: RunFolder, old: RunConfig, new: RunConfig, settings: Set
             f"client_schedule={old.client_schedule!r} depends on the number of rounds, so the {finished} finished rounds had "
             f"other learning rates than in a run of {new.rounds} rounds: {remedy}."
         )
+    if old.dp_epsilon is not None:
+        raise ValueError(
+            f"dp_epsilon={old.dp_epsilon:g} is that of {old.rounds} rounds, so the {finished} finished rounds had other noise "
+            f"than in a run of {new.rounds} rounds: {remedy}. A run with --dp-noise can have any number of rounds."
+        )
     if any(field.name == "rounds" for field in dataclasses.fields(algorithm_class(old.algorithm))):
         raise ValueError(
             f"The algorithm {old.algorithm!r} has a field rounds, so its {finished} finished rounds may have depended on it: "

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -31,6 +31,9 @@ from fedsim.experiment._run import Run, Stopwatch
 from fedsim.experiment._run_log import Callback
 from fedsim.experiment._signals import Interruption
 from fedsim.samplers import Sampler
+
+if TYPE_CHECKING:
+    from fedsim.privacy import Guarantee
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,7 @@ def run(
     rounds_per_dispatch: int | Literal["auto"] = "auto",
     table: bool | None = None,
     writers: str | None = None,
+    privacy: Guarantee | None = None,
 ) -> Result:
     """Trains for a number of rounds. With a folder, it continues a run that an earlier process started there.
 
@@ -118,6 +122,8 @@ def run(
         folder, unless the environment variables ``WANDB_MODE`` and ``MLFLOW_TRACKING_URI`` name another place. A run that
         continues goes on in the same run of Weights & Biases and MLflow, and no round is written twice. What they have is never
         deleted, such as the last evaluation of a run that gets more rounds.
+      privacy: the guarantee of the algorithm with this sampler, ``Guarantee.of(algorithm, sampler, delta=...)``: the lines of
+        evaluations then have ``epsilon`` after their round, and the closing table what it means.
 
     Raises:
       ImportError: the library of one of the ``writers`` is not installed.
@@ -152,6 +158,7 @@ def run(
         settings=settings,
         rounds_per_dispatch=rounds_per_dispatch,
         writers=writers,
+        privacy=privacy,
     )
     log, watch, start = current.log, Stopwatch(), current.position
     stopped_by: signal.Signals | None = None
@@ -202,6 +209,7 @@ def run(
                 written=log.written,
                 warning=current.monitor.warning(),
                 stopped=current.stopped,
+                privacy=privacy,
             )
         )
     return Result(
@@ -247,6 +255,7 @@ def arguments_of(experiment: Experiment, config: RunConfig, settings: Settings) 
         "checkpoint_every": settings.checkpoint_every,
         "config": config,
         "settings": settings,
+        "privacy": experiment.privacy,
         "rounds_per_dispatch": settings.rounds_per_dispatch or "auto",
         "writers": settings.writers,
     }

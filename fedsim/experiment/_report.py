@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedsim.execution import Execution, Jit, is_gpu
 from fedsim.experiment._divergence import is_diverged
@@ -13,6 +13,9 @@ from fedsim.experiment._lines import Line, best_round, score_name
 from fedsim.plots._canvas import BLUE, GREEN, GREY, ORANGE, add_legend, new_figure, shorten, whole_ticks
 from fedsim.run_files import SPLITS, scalar_metrics
 from fedsim.samplers import Attacked
+
+if TYPE_CHECKING:
+    from fedsim.privacy import Guarantee
 
 _MOST_SHOWN = 10
 
@@ -59,6 +62,7 @@ def closing_table(
     attackers: str | None = None,
     warning: str | None = None,
     stopped: str | None = None,
+    privacy: Guarantee | None = None,
 ) -> str:
     """Returns a table of the last evaluation (over all examples and over clients), the time, the devices and the files.
 
@@ -73,6 +77,7 @@ def closing_table(
       attackers: the text of `attackers_of`.
       warning: a text below the table, for example about a loss that diverged.
       stopped: why the run ended before its last round; None if it did not.
+      privacy: the guarantee of differential privacy, if there is one.
 
     >>> history = [{"round": 1, "test_accuracy": 0.5}]
     >>> print(closing_table(history, round=1, rounds=1, seconds=2.0, rate=None, devices="1 x cpu", written=["m.jsonl"]))
@@ -109,11 +114,26 @@ def closing_table(
         rows.append(f"simulated  {clock[-1]['simulated_seconds']:,.1f} s, {sent:,} messages; updates: {counts}")
     if attackers:
         rows.append(f"attackers  {attackers}")
+    if privacy:
+        rows += described_guarantee(privacy, round)
     rows.append(f"devices    {devices}")
     rows += [f"{'written' if i == 0 else '':<11}{place}" for i, place in enumerate(written)]
     if warning:
         rows += ["", textwrap.fill(f"warning    {warning}", 100, subsequent_indent=" " * 11)]
     return "\n".join(rows)
+
+
+def described_guarantee(privacy: Guarantee, round: int) -> list[str]:
+    """Returns lines that say what a guarantee is after a number of rounds, and what it assumes.
+
+    >>> from fedsim.privacy import EveryRound, Guarantee
+    >>> guarantee = Guarantee(noise_multiplier=4.0, participation=EveryRound(), delta=1e-5)
+    >>> print("\\n".join(described_guarantee(guarantee, 10)[:2]))
+    privacy    ε = 3.41 with δ = 1e-05 if a client is added or removed, with all of its examples.
+               Of the sampling: every client takes part in every round (no amplification by sampling),
+    """
+    texts = [f"privacy    {privacy.text(round)}.", *[f"           {text}" for text in privacy.assumptions]]
+    return [row for text in texts for row in textwrap.wrap(text, 100, subsequent_indent=" " * 11, drop_whitespace=True)]
 
 
 def evaluation_table(line: Line, split: str = "test", *, diverged: bool = False) -> str:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
@@ -28,13 +28,16 @@ from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._environment import code_of
 from fedsim.experiment._folder import RunFolder, resume_command
 from fedsim.experiment._identity import describe, process_identity, rows_identity, title
-from fedsim.experiment._lines import Line, clients_table, evaluation_line, observed, round_lines
+from fedsim.experiment._lines import Line, clients_table, evaluation_line, observed, plain, round_lines
 from fedsim.experiment._report import devices_of
 from fedsim.experiment._run_log import Callback, RunLog
 from fedsim.experiment._stop_rules import stop_rules
 from fedsim.experiment._trust import imported_modules
 from fedsim.rounds import RoundInfo
 from fedsim.samplers import Observation, Sampler, check_fits, checked_cohort, is_steered
+
+if TYPE_CHECKING:
+    from fedsim.privacy import Guarantee
 
 
 class Run(Rounds):
@@ -83,6 +86,7 @@ class Run(Rounds):
         settings: Any,
         rounds_per_dispatch: int | Literal["auto"],
         writers: str | None = None,
+        privacy: Guarantee | None = None,
     ) -> None:
         checks.whole(1, rounds=rounds, evaluate_every=evaluate_every)
         fixed_length = None if rounds_per_dispatch == "auto" else rounds_per_dispatch
@@ -90,7 +94,7 @@ class Run(Rounds):
         if fixed_length is not None:
             checks.whole(1, rounds_per_dispatch=fixed_length, remedy="give a positive whole number, or 'auto'")
         self._evaluate_every, self._checkpoint_every, self._config = evaluate_every, checkpoint_every, config
-        self._test_data = test_data
+        self._test_data, self.privacy = test_data, privacy
         first = checked_cohort(sampler, 0)
         check_fits(sampler, algorithm)
         if is_steered(sampler):
@@ -252,6 +256,8 @@ class Run(Rounds):
             more = evaluation_line(self.validation, round, "validation")
             better = line.get("better", {}) | more.get("better", {})
             line = line | more | ({"better": better} if better else {})
+        if self.privacy:
+            line["epsilon"] = plain(self.privacy.epsilon(round))
         self.log.write([line], state)
 
     def save(self, dispatch: DispatchedRounds) -> None:

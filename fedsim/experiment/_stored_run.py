@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from fedsim.experiment._loop import restore
 from fedsim.experiment._metrics_file import read_metrics
 from fedsim.samplers import Sampler
 
+if TYPE_CHECKING:
+    from fedsim.privacy import Guarantee
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StoredRun:
@@ -32,6 +35,7 @@ class StoredRun:
       test_data, validation_data: what it was evaluated on; ``validation_data`` is None if it had none.
       state: the algorithm's state after ``round`` rounds, from a checkpoint.
       round: the number of rounds.
+      privacy: the guarantee of differential privacy; None if the run has none.
       history: the lines of ``metrics.jsonl``.
 
     >>> [field.name for field in dataclasses.fields(StoredRun)][:3]
@@ -47,6 +51,7 @@ class StoredRun:
     state: State
     round: int
     history: list[Line]
+    privacy: Guarantee | None = None
 
     @property
     def model(self) -> Any:

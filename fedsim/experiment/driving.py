@@ -30,6 +30,7 @@ from fedsim.experiment._longer import check_rounds as check_rounds
 from fedsim.experiment._loop import arguments_of as arguments_of
 from fedsim.experiment._loop import warnings_above as warnings_above
 from fedsim.experiment._replay import RunRound as RunRound
+from fedsim.experiment._report import described_guarantee as described_guarantee
 from fedsim.experiment._run import Run as Run
 from fedsim.experiment._run import Stopwatch as Stopwatch
 from fedsim.experiment._run_log import Callback as Callback

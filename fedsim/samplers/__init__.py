@@ -31,10 +31,11 @@ from fedsim.samplers._stragglers import Stragglers as Stragglers
 from fedsim.samplers._uniform import UniformSampler as UniformSampler
 from fedsim.samplers._weighted import WeightedSampler as WeightedSampler
 
-# Samplers of a number of clients by name, for the command line.
+# Samplers of a number of clients, for Poisson of an expected number, by name, for the command line.
 SAMPLERS = {
     "uniform": UniformSampler,
     "weighted": WeightedSampler,
+    "poisson": PoissonSampler,
     "shuffled": ShuffledSampler,
     "diurnal": DiurnalSampler,
     **by_name(ClusteredSampling, PowerOfChoice, Oort, ImportanceByNorm),

@@ -104,7 +104,8 @@ def test_help_lists_every_option_with_the_published_default(capsys, monkeypatch)
     assert stop.value.code == 0 and "Reddi et al. 2021" in text
     options = """dataset data model algorithm rounds clients batch-size epochs steps max-steps weighting nonfinite seed
         evaluate-every client-learning-rate client-momentum client-schedule server-learning-rate b1 b2 tau folder from
-        checkpoint-every writers execution devices lanes memory rounds-per-dispatch"""
+        sampler dp-epsilon dp-noise dp-delta dp-clip checkpoint-every writers execution devices lanes memory
+        rounds-per-dispatch"""
     for option in options.split():
         assert f"--{option} " in text, option
     for default in ("1500", "0.03162", "0.003162", "0.99", "0.0001"):

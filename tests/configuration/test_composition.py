@@ -107,7 +107,7 @@ def test_a_dataset_is_drawn_with_the_seed_of_the_run_unless_it_has_a_seed(datase
 
     def drawn(run_seed, **own):
         text = f"{name}({', '.join(f'{key}={value!r}' for key, value in (options | own).items())})"
-        _, sampler, test, _ = build(RunConfig(dataset=text, seed=run_seed, clients=2), Settings(execution="jit"))
+        _, sampler, test, *_ = build(RunConfig(dataset=text, seed=run_seed, clients=2), Settings(execution="jit"))
         return sampler.data, test
 
     for data, splits in ((drawn(0), expected[0]), (drawn(1), expected[1]), (drawn(1, seed=0), expected[0])):

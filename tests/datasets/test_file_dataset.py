@@ -99,7 +99,7 @@ def test_rows_without_clients_are_divided_by_a_partition(table, tmp_path):
 def test_a_regression_learns_what_least_squares_finds(table, tmp_path):
     """The price is linear in the features, so the loss of the standardized target, the unexplained variance, becomes 0."""
     config = RunConfig(dataset=name_of(tmp_path, label="price"), epochs=5, clients=6)
-    algorithm, sampler, test, _ = build(config, Settings(execution="jit"))
+    algorithm, sampler, test, *_ = build(config, Settings(execution="jit"))
     state = algorithm.init(fedsim.rng.root(0))
     for round in range(20):
         state, _ = algorithm.apply(state, sampler.cohort(round))

@@ -1,0 +1,47 @@
+"""``fedsim privacy``: prints how much a run reveals of a client, and draws it against the number of rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedsim import experiment, plots
+from fedsim.commands._configuration import configured
+from fedsim.commands._options import RUNS_CODE, TRUST, Option
+from fedsim.commands._training import options_of_stored_run, use_devices
+from fedsim.experiment.driving import RunFolder, described_guarantee, stored_run
+
+_ABOUT = (
+    "Print ε of differential privacy of the finished rounds of the run in FOLDER, or of all rounds of a run with these "
+    "options, without running a round."
+)
+_OUT = {"out": Option("output", str | None, None, "File of a picture of ε against the number of rounds, such as epsilon.png.")}
+_POINTS = 10
+
+
+def main(arguments: list[str]) -> int:
+    """Runs ``fedsim privacy`` with these arguments and returns the exit status."""
+    if arguments and not arguments[0].startswith("-"):
+        folder, *rest = arguments
+        about = f"{_ABOUT} {RUNS_CODE}"
+        chosen, settings = options_of_stored_run(folder, rest, _OUT | {"trust": TRUST}, "fedsim privacy FOLDER", about)
+        config, _ = stored_run(folder, experiment.read_config(folder))
+        rounds = max((line["round"] for line in experiment.read_metrics(RunFolder(Path(folder)).metrics)), default=0)
+    else:
+        found = configured(arguments, "fedsim privacy [FOLDER]", _ABOUT, _OUT)
+        config, settings, chosen, rounds = found.config, found.settings, found.others, found.config.rounds
+        use_devices(settings.num_devices)
+    guarantee = experiment.build(config, settings).privacy
+    if guarantee is None:
+        raise ValueError(
+            "Expected a run with differential privacy, got one without: give --dp-epsilon 8 or --dp-noise 1, with --dp-delta "
+            "and --dp-clip."
+        )
+    print(f"after {rounds} of {config.rounds} rounds")
+    print("\n".join(described_guarantee(guarantee, rounds)))
+    counts = sorted({max(1, round(config.rounds * i / _POINTS)) for i in range(_POINTS + 1)})
+    epsilons = [guarantee.epsilon(count) for count in counts]
+    print("\nrounds" + "".join(f"{count:>9}" for count in counts) + "\nε     " + "".join(f"{x:>9.3f}" for x in epsilons))
+    if chosen["out"]:
+        plots.plot_epsilon(counts, epsilons, delta=guarantee.delta).savefig(chosen["out"])
+        print(f"written    {chosen['out']}")
+    return 0

@@ -1,0 +1,108 @@
+"""Differential privacy on the command line: ε in the metrics and tables, more rounds, and options that are refused."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim.commands import main
+
+OPTIONS = [
+    *("--dataset", "digits(clients=30)", "--model", "digits_logistic", "--clients", "5", "--weighting", "uniform"),
+    *("--sampler", "poisson", "--dp-delta", "0.01", "--evaluate-every", "2"),
+]
+
+
+def run(folder, *options):
+    return main(["run", *OPTIONS, *options, "--folder", str(folder), "--no-progress"])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_neither_repeats_nor_skips_noise(tmp_path, capsys):
+    """The norm of the clipping is in the checkpoint, and the noise of a round depends on the round."""
+    noise = "--dp-noise", "1", "--dp-clip", "adaptive"
+    assert run(tmp_path / "one", *noise, "--rounds", "6") == 0
+    whole = capsys.readouterr().out
+    assert run(tmp_path / "two", *noise, "--rounds", "3") == 0
+    assert main(["resume", str(tmp_path / "two"), "--rounds", "6", "--no-progress"]) == 0
+    one, two = (fedsim.experiment.load(tmp_path / name) for name in ("one", "two"))
+    for x, y in zip(*map(jax.tree.leaves, (one.state, two.state)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    guarantee = one.privacy
+    expected = {2: guarantee.epsilon(2), 4: guarantee.epsilon(4), 6: guarantee.epsilon(6)}
+    for run_of in (one, two):
+        assert {line["round"]: line["epsilon"] for line in run_of.history if "epsilon" in line} == expected
+    shown = f"ε = {expected[6]:.3g} with δ = 0.01 if a client is added or removed, with all of its examples."
+    assert shown in whole
+    capsys.readouterr()
+    assert main(["privacy", str(tmp_path / "two"), "--out", str(tmp_path / "epsilon.png")]) == 0
+    text = capsys.readouterr().out
+    assert "after 6 of 6 rounds" in text and shown in text and (tmp_path / "epsilon.png").exists()
+    assert "every client takes part in a round with probability 0.1667" in text
+
+
+def test_the_noise_of_a_budget_is_that_of_the_number_of_rounds(tmp_path, capsys):
+    assert main(["privacy", *OPTIONS, "--rounds", "6", "--dp-epsilon", "8", "--dp-clip", "0.5"]) == 0
+    text = capsys.readouterr().out
+    assert "ε = 8 with δ = 0.01" in text and re.search(r"ε( +[\d.]+){5} +(8.000|7.999)", text)
+    assert run(tmp_path, "--rounds", "2", "--dp-epsilon", "8", "--dp-clip", "0.5") == 0
+    assert main(["resume", str(tmp_path), "--rounds", "4", "--no-progress"]) == 2
+    error = "dp_epsilon=8 is that of 2 rounds, so the 2 finished rounds had other noise than in a run of 4 rounds: start a new"
+    assert error in capsys.readouterr().err
+
+
+NOISE = ["--dp-noise", "1", "--dp-delta", "0.01", "--dp-clip", "0.5"]
+UNIFORM = [*NOISE, "--weighting", "uniform"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--dp-noise", "1"],
+            "Expected dp_epsilon or dp_noise, with dp_delta and dp_clip, got dp_noise=1.0: give, for",
+        ),
+        (["--dp-delta", "0.1"], "Expected dp_epsilon or dp_noise, with dp_delta and dp_clip, got dp_delta=0.1"),
+        ([*NOISE, "--dp-epsilon", "1"], "Expected dp_epsilon or dp_noise, with dp_delta and dp_clip, got dp_epsilon=1.0, dp_n"),
+        (
+            [*NOISE, "--dp-clip", "0"],
+            "Expected dp_clip > 0 and finite, got dp_clip=0.0: give a norm such as 0.5, or",
+        ),
+        ([*NOISE, "--dp-clip", "often"], "Expected dp_clip > 0 and finite, got dp_clip='often': give a norm"),
+        (
+            [*NOISE, "--aggregator", "krum(attackers=1)"],
+            "Expected no aggregator with differential privacy, got aggr",
+        ),
+        (
+            [*NOISE, "--stop-when", "spent(megabytes=1)"],
+            "Expected no stop_when with differential privacy, got stop_when=",
+        ),
+        (NOISE, "Expected weighting='uniform' with GaussianMechanism, got weighting='examples' in FedAvg"),
+        (
+            [*UNIFORM, "--dp-delta", "0.2"],
+            "Expected 0 < delta <= 0.1, got delta=0.2: with a larger one",
+        ),
+        (
+            [*UNIFORM, "--stragglers", "0.5"],
+            "Expected a PoissonSampler or a UniformSampler, got Stragg",
+        ),
+        (
+            [*UNIFORM, "--client-devices", "1"],
+            "Expected a PoissonSampler or a UniformSampler, got Sched",
+        ),
+        (
+            [*UNIFORM, "--algorithm", "scaffold"],
+            "Expected the server of SCAFFOLD to learn of clients thr",
+        ),
+        (
+            ["--algorithm", "dpsgd", "--sampler", "poisson"],
+            "DPSGD chooses its clients itself, so it takes no sampler=",
+        ),
+    ],
+)
+def test_options_that_are_refused(options, message, tmp_path, capsys):
+    data = ["--dataset", "digits(clients=10)", "--model", "digits_logistic", "--rounds", "2", "--clients", "5"]
+    assert main(["run", *data, *options, "--folder", str(tmp_path), "--no-progress"]) == 2
+    assert f"fedsim: error: {message}" in capsys.readouterr().err
