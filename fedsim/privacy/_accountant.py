@@ -102,7 +102,7 @@ def noise_multiplier(
 
     >>> from fedsim.privacy import Poisson
     >>> round(noise_multiplier(2.0, Poisson(120 / 3383), rounds=100, delta=1e-5), 2)
-    1.08
+    1.11
     """
     from scipy.optimize import brentq
 
@@ -118,15 +118,12 @@ def noise_multiplier(
         found = _epsilon(noise, known, rounds, float(delta), relation, method, _INTERVAL)
         return min(found, 1e6) - epsilon  # An infinite value would stop the search.
 
-    def bracket(start: float, factor: float, method: str) -> tuple[float, float]:
+    def bracket(start: float, factor: float, method: str) -> tuple[float, float] | None:
+        if excess(_MOST_NOISE, method) > 0:
+            return None
         high = start
         while excess(high, method) > 0:
             high *= factor
-            if high > _MOST_NOISE:
-                raise ValueError(
-                    f"Expected an epsilon that noise can reach, got epsilon={epsilon}: with delta={delta} and rounds={rounds}, "
-                    f"the accountant proves no less than {epsilon + excess(high, method):.3g} for any noise. Give a larger one."
-                )
         low = high / factor
         while excess(low, method) <= 0:
             low, high = low / factor, low
@@ -138,10 +135,17 @@ def noise_multiplier(
             found *= 1 + precision
         return found
 
-    # Rényi divergences of whole orders are fast and need a little more noise, so they tell where the search begins.
-    start = solved(*bracket(1.0, 2.0, "coarse"), "coarse", 0.01)
-    method = known.methods[0]
-    return solved(*bracket(start, 1.1, method), method, 3e-5)
+    # Rényi divergences of whole orders are fast and need a little more noise, so they tell where the search begins. They prove
+    # no small ε, where it begins anywhere.
+    method, start, factor = known.methods[0], 1.0, 2.0
+    if method == "pld" and (coarse := bracket(start, factor, "coarse")):
+        start, factor = solved(*coarse, "coarse", 0.01), 1.1
+    if found := bracket(start, factor, method):
+        return solved(*found, method, 3e-5)
+    raise ValueError(
+        f"Expected an epsilon that noise can reach, got epsilon={epsilon}: with delta={delta} and rounds={rounds}, the "
+        f"accountant proves no less than {epsilon + excess(_MOST_NOISE, method):.3g} for any noise. Give a larger one."
+    )
 
 
 def _check_known(participation: Participation, name: str, value: str, known: tuple[str, ...]) -> None:

@@ -57,6 +57,11 @@ def check(algorithm: Algorithm, data: FederatedData) -> int:
             f"Expected rounds whose clients start from this round's model, got {name} with staleness={algorithm.staleness}: no "
             "accountant is known for stale updates. Run it without, and without a virtual clock."
         )
+    if algorithm.nonfinite == "raise":
+        raise ValueError(
+            f"Expected nonfinite='drop', got nonfinite='raise' in {name}: one client's update would stop the run, and so be "
+            "seen. With the fixed denominator, an update that is left out changes nothing else."
+        )
     algorithm.check(data)
     program = traced_rounds(algorithm, jax.eval_shape(algorithm.init, jax.random.key(0)), data)[0].trace()
     for call in program.calls:
@@ -179,7 +184,9 @@ class Guarantee:
         mechanism = algorithm.aggregator.innermost
         assert isinstance(mechanism, GaussianMechanism)
         noise = mechanism.noise_multiplier / math.sqrt(calls)
-        return cls(noise_multiplier=noise, participation=participation, delta=delta, relation=relation)
+        guarantee = cls(noise_multiplier=noise, participation=participation, delta=delta, relation=relation)
+        guarantee.epsilon(1)  # What the accountant refuses, or a missing dp-accounting, is said before the first round.
+        return guarantee
 
     def epsilon(self, rounds: int) -> float:
         """Returns ε after a number of rounds, see `fedsim.privacy.epsilon`."""

@@ -1,5 +1,7 @@
 """The accountant: published values, closed forms, and what is refused."""
 
+import sys
+
 import federation
 import numpy as np
 import pytest
@@ -78,6 +80,12 @@ def test_sampling_without_replacement_is_bounded_by_the_published_theorem():
     assert 0.9 * bound < epsilon(noise, FixedSize(clients, population), rounds=rounds, delta=delta) <= bound * 1.001
 
 
+def test_a_small_budget_that_renyi_divergences_cannot_prove():
+    noise = noise_multiplier(0.03, EveryRound(), rounds=1, delta=1e-6)
+    assert 0.0299 < epsilon(noise, EveryRound(), rounds=1, delta=1e-6) <= 0.03
+    assert noise_multiplier(0.06, EveryRound(), rounds=1, delta=1e-6) < noise
+
+
 def test_no_noise_and_no_rounds():
     assert epsilon(0.0, Poisson(0.1), rounds=3, delta=1e-5) == np.inf
     assert epsilon(0.0, Poisson(0.1), rounds=0, delta=1e-5) == 0
@@ -103,14 +111,20 @@ def test_no_noise_and_no_rounds():
             "Expected epsilon > 0 and finite, got epsilon=0: 8 is",
         ),
         (
-            lambda: noise_multiplier(1e-9, FixedSize(5, 9), rounds=1, delta=1e-5),
-            "Expected an epsilon that noise can reach, got epsilon=1e-09: with delta=1e-05 and rounds=1, the accountant proves",
+            lambda: noise_multiplier(1e-4, FixedSize(5, 9), rounds=1, delta=1e-5),
+            "Expected an epsilon that noise can reach, got epsilon=0.0001: with delta=1e-05 and rounds=1, the acc",
         ),
     ],
 )
 def test_arguments_that_are_refused(use, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         use()
+
+
+def test_a_missing_accountant_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ImportError, match=r"needs dp-accounting: pip install 'fedsim-jax\[privacy\]'"):
+        epsilon(1.2345678, Poisson(0.1), rounds=1, delta=1e-5)
 
 
 def test_the_participation_is_that_of_the_sampler():

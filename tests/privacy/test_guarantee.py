@@ -86,6 +86,7 @@ def test_updates_of_a_client_are_counted(algorithm, calls):
         ),
         (make(fedsim.algorithms.FedAvg, weighting="examples"), "weighting='uniform' with GaussianMechanism, got weighting="),
         (make(fedsim.algorithms.FedAvg, staleness=fedsim.Staleness(bound=2)), "rounds whose clients start from this round's"),
+        (make(fedsim.algorithms.FedAvg, nonfinite="raise"), "nonfinite='drop', got nonfinite='raise' in FedAvg: one client's"),
         (make(Leaky, leak="loss"), "the server of Leaky .* depends on loss of 'update', without noise: use another algorithm"),
         (make(Leaky, leak="cohort"), "the server of Leaky .* depends on count of the cohort, without noise"),
         (make(Leaky, leak="map"), "the server of Leaky .* depends on result of 'map', without noise"),
