@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fedsim import checks
 
@@ -94,8 +96,9 @@ def losses_named(how_to_resume: Callable[[], str]) -> Iterator[None]:
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() > 1:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # NumPy raises the error of a message as a ValueError.
+        if jax.process_count() > 1 and (isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)):
             first_line = str(error).partition("\n")[0]
             print(f"\nA message between processes failed ({first_line}). {how_to_resume()}", file=sys.stderr, flush=True)
             time.sleep(2 * _heartbeat_seconds)
@@ -117,13 +120,7 @@ def from_first(value: T) -> T:
     >>> from_first({"length": 3})
     {'length': 3}
     """
-    if jax.process_count() == 1:
-        return value
-    text = json.dumps(value).encode() if is_first() else b""
-    first = multihost_utils.broadcast_one_to_all(_padded(text, _MESSAGE_BYTES))
-    if (length := _length(first)) > _MESSAGE_BYTES - 4:
-        first = multihost_utils.broadcast_one_to_all(_padded(text, length + 4))
-    return json.loads(_text(first))
+    return of_all(value if is_first() else None)[0]  # type: ignore[return-value]
 
 
 def of_all(value: T) -> list[T]:
@@ -135,10 +132,96 @@ def of_all(value: T) -> list[T]:
     if jax.process_count() == 1:
         return [value]
     text = json.dumps(value).encode()
-    messages = multihost_utils.process_allgather(_padded(text, _MESSAGE_BYTES))
+    messages = arrays_of_all(_padded(text, _MESSAGE_BYTES))
     if (longest := max(map(_length, messages))) > _MESSAGE_BYTES - 4:
-        messages = multihost_utils.process_allgather(_padded(text, longest + 4))
+        messages = arrays_of_all(_padded(text, longest + 4))
     return [json.loads(_text(message)) for message in messages]
+
+
+def arrays_of_all(array: np.ndarray) -> np.ndarray:
+    """Returns the arrays of all processes, ``[processes, ...]``, bit for bit; their shapes and dtypes are equal.
+
+    All processes have to call it.
+
+    >>> arrays_of_all(np.array([1, 2])).tolist()
+    [[1, 2]]
+    """
+    if jax.process_count() == 1:
+        return array[None]
+    content = np.frombuffer(array.tobytes(), np.uint8)  # JAX would narrow int64, for example.
+    # A single device of each process: otherwise each of its devices would get a copy.
+    mesh = Mesh(np.array([jax.local_devices(process)[0] for process in range(jax.process_count())]), ("processes",))
+    own = jax.device_put(content[None], jax.local_devices()[0])
+    shape, divided = (jax.process_count(), content.size), NamedSharding(mesh, P("processes"))
+    whole = jax.make_array_from_single_device_arrays(shape, divided, [own])
+    everywhere = jax.jit(_unchanged, out_shardings=NamedSharding(mesh, P()))(whole)
+    return np.asarray(everywhere.addressable_data(0)).view(array.dtype).reshape(-1, *array.shape)
+
+
+def _unchanged(array: jax.Array) -> jax.Array:
+    return array
+
+
+def owners(positions: np.ndarray, processes: int | None = None) -> np.ndarray:
+    """Returns for clients at these positions of a population which process keeps their memories, ``int [n]``.
+
+    Args:
+      positions: ``int [n]``.
+      processes: how many share the run; None: as many as now.
+
+    >>> owners(np.array([0, 5]), processes=3).tolist()
+    [0, 2]
+    """
+    return positions % (jax.process_count() if processes is None else processes)
+
+
+def entries_of_owners(entries: np.ndarray) -> np.ndarray:
+    """Returns an array ``[clients, ...]`` whose entry of each client is that of its owner. All processes have to call it.
+
+    >>> entries_of_owners(np.array([7, 8])).tolist()
+    [7, 8]
+    """
+    own = entries[jax.process_index() :: jax.process_count()]
+    padding = -(-len(entries) // jax.process_count()) - len(own)
+    of_all = arrays_of_all(np.pad(own, [(0, padding), *[(0, 0)] * (entries.ndim - 1)]))
+    return np.swapaxes(of_all, 0, 1).reshape(-1, *entries.shape[1:])[: len(entries)]
+
+
+def in_all(work: Callable[[], T]) -> T:
+    """Calls ``work`` in all processes, and returns its result when all have finished. All have to call it.
+
+    Raises:
+      ValueError: ``work`` raised an error in another process; in the processes where it did, that error.
+
+    >>> in_all(lambda: 3)
+    3
+    """
+    result, error = attempted_in_all(work, Exception)
+    if isinstance(error, str):
+        raise ValueError(error)
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def attempted_in_all(work: Callable[[], T], *errors: type[Exception]) -> tuple[T | None, Exception | str | None]:
+    """Calls ``work`` in all processes; returns its result and None, or None and an error if ``work`` raised one in any process.
+
+    All have to call it. The error is a text if it was raised in another process.
+
+    >>> attempted_in_all(lambda: 3, OSError)
+    (3, None)
+    >>> attempted_in_all(lambda: 1 // 0, ArithmeticError)
+    (None, ZeroDivisionError('integer division or modulo by zero'))
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except errors as raised:
+        error = raised
+    texts = of_all(None if error is None else f"{type(error).__name__}: {error}")
+    elsewhere = next((f"Process {number} ended with an error. {text}" for number, text in enumerate(texts) if text), None)
+    return (None, error or elsewhere) if elsewhere else (result, None)
 
 
 def in_first(work: Callable[[], T]) -> T | None:
@@ -150,18 +233,7 @@ def in_first(work: Callable[[], T]) -> T | None:
     >>> in_first(lambda: 3)
     3
     """
-    result, error = None, None
-    if is_first():
-        try:
-            result = work()
-        except Exception as raised:
-            error = raised
-    text = from_first(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    if text is not None:
-        raise ValueError(f"Process 0 ended with an error. {text}")
-    return result
+    return in_all(lambda: work() if is_first() else None)
 
 
 def _padded(text: bytes, size: int) -> np.ndarray:
@@ -218,9 +290,13 @@ def joined(values: Any) -> Any:
     [1.0, 1.0]
     """
 
-    def whole(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
-            return leaf
-        return multihost_utils.process_allgather(leaf, tiled=True)
+    return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True) if is_divided(x) else x, values)
 
-    return jax.tree.map(whole, values)
+
+def is_divided(value: Any) -> bool:
+    """Returns whether a value is an array of which other processes have parts.
+
+    >>> is_divided(jax.numpy.ones(2))
+    False
+    """
+    return isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import distributed
 from fedsim.data import FormatError
 from fedsim.durable_files import atomic_write, replace_text, sync_files, sync_folder, writing
 from fedsim.text_files import read_json
@@ -23,6 +24,7 @@ Leaves = dict[str, np.ndarray]
 
 # The list of the files of a checkpoint.
 FILES = "files.json"
+_BLOCK_BYTES = 2**24
 # Of safetensors; names of JAX, which has bfloat16.
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _DTYPES |= {"BOOL": "bool", **{f"{kind}{bits}": f"{name}{bits}" for kind, name in {"I": "int", "U": "uint"}.items()
@@ -142,13 +144,26 @@ def checkpoint_rounds(folder: Path) -> list[int]:
 def write_arrays(path: Path, leaves: Mapping[str, Any]) -> None:
     """Writes arrays to a folder of orbax. The list of its files is written last, when they are on the disk.
 
+    If several processes share a run, all have to call it. Each writes its part of the arrays that are divided over them.
+    Process 0 writes everything else, and the list when all have finished.
+
     Raises:
       OSError: a file cannot be written.
     """
-    _orbax().save(path, leaves or {"": np.zeros(1)}, force=True)
-    sync_files(path)
-    sync_folder(path.parent)
-    replace_text(path / FILES, json.dumps(_checksums(path)))
+
+    # Otherwise process 0 writes alone, because orbax's processes wait for a lost one until JAX ends them, without an error.
+    together = any(map(distributed.is_divided, leaves.values()))
+
+    def save() -> None:
+        _orbax(together=together).save(path, leaves or {"": np.zeros(1)}, force=True)
+
+    def complete() -> None:
+        sync_files(path)
+        sync_folder(path.parent)
+        replace_text(path / FILES, json.dumps(_checksums(path)))
+
+    distributed.in_all(save) if together else distributed.in_first(save)
+    distributed.in_first(complete)
 
 
 def read_arrays(path: Path) -> Leaves:
@@ -171,7 +186,10 @@ def read_arrays(path: Path) -> Leaves:
             raise FormatError(f"{name} is truncated or changed")
     if expected:
         raise FormatError(f"{', '.join(expected)} is missing")
-    return {name: np.asarray(leaf) for name, leaf in _orbax().restore(path.absolute()).items() if name}
+    orbax, how = _orbax(), {}
+    if (path / "_sharding").exists():  # Otherwise orbax looks for the devices that wrote the arrays.
+        how["restore_args"] = {name: _as_numpy() for name in _names(orbax.metadata(path.absolute()))}
+    return {name: np.asarray(leaf) for name, leaf in orbax.restore(path.absolute(), **how).items() if name}
 
 
 def is_complete(path: Path) -> bool:
@@ -189,15 +207,36 @@ def is_complete(path: Path) -> bool:
 def _checksums(folder: Path) -> dict[str, int]:
     """Returns the CRC-32 of each file except the list of files."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(FILES))
-    return {path.relative_to(folder).as_posix(): zlib.crc32(path.read_bytes()) for path in files}
+    return {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
 
 
-def _orbax() -> Any:
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _as_numpy() -> Any:
+    import orbax.checkpoint as ocp
+
+    return ocp.RestoreArgs(restore_type=np.ndarray)
+
+
+def _names(metadata: Any) -> list[str]:
+    """Returns the names of the arrays that orbax describes; its versions wrap the description differently."""
+    metadata = getattr(metadata, "item_metadata", metadata)
+    return list(getattr(metadata, "tree", metadata))
+
+
+def _orbax(*, together: bool = False) -> Any:
+    """Returns what writes and reads folders; if ``together``, all processes of a run do it at the same time."""
     import orbax.checkpoint as ocp  # takes half a second to import, and is optional
 
-    if jax.process_count() == 1:
+    if together or jax.process_count() == 1:
         return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-    # Otherwise each call would wait for the same call in all processes, and process 0 writes alone.
+    # Otherwise each call would wait for the same call in all processes.
     own = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process_{own}"

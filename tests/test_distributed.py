@@ -17,11 +17,15 @@ from fedsim.saved_arrays import checkpoint_folder, checkpoint_rounds, is_complet
 RUN = ["run", "--dataset", "digits(clients=20)", "--model", "digits_dense", "--clients", "6", "--evaluate-every", "3"]
 
 
-def started(processes: int, *arguments: str | Path, each: list[list[str]] | None = None) -> list[subprocess.Popen]:
-    """Starts ``fedsim`` in several processes, which have four devices together; ``each`` adds options to one of them."""
+def free_address() -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def started(processes: int, *arguments: str | Path, each: list[list[str]] | None = None) -> list[subprocess.Popen]:
+    """Starts ``fedsim`` in several processes, which have four devices together; ``each`` adds options to one of them."""
+    address = free_address()
     command = [sys.executable, "-m", "fedsim", *map(str, arguments)]
     if arguments[0] == "run" and "--mesh" not in arguments:
         command += ["--devices", "4"]
@@ -60,7 +64,7 @@ def state_of(folder: Path) -> dict[str, np.ndarray]:
     checkpoints = folder / "checkpoints"
     arrays = read_arrays(checkpoint_folder(checkpoints, checkpoint_rounds(checkpoints)[-1]))
     # Where the rows of clients are in their file depends on earlier checkpoints. Their checksums do not.
-    return {name: array for name, array in arrays.items() if not name.endswith(".index")}
+    return {name: array for name, array in arrays.items() if not name.endswith((".index", ".processes"))}
 
 
 def lines_of(folder: Path) -> list[dict]:
@@ -77,7 +81,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
 
 
 def test_two_processes_give_the_bits_of_one_with_as_many_devices(tmp_path):
-    run = [*RUN, "--algorithm", "scaffold", "--rounds", "6", "--folder"]
+    run = [*RUN, "--algorithm", "scaffold", "--memory", "stream", "--rounds", "6", "--folder"]
     printed = finished(2, *run, tmp_path / "two")
     finished(1, *run, tmp_path / "one")
     assert_same_bits(tmp_path / "two", tmp_path / "one")
@@ -90,7 +94,7 @@ def test_two_processes_give_the_bits_of_one_with_as_many_devices(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--algorithm", "scaffold", "--memory", "stream"],  # The memories of clients are in a file of process 0.
+        ["--algorithm", "scaffold", "--memory", "stream"],  # The memories of clients are in a file of each process.
         ["--algorithm", "fedadam", "--memory", "resident"],
         ["--algorithm", "ditto", "--mesh", "clients=2, model=2"],
         ["--algorithm", "fedavg", "--aggregator", "coordinate_median"],
@@ -115,7 +119,7 @@ def wait_for(condition, seconds=120):
 
 @pytest.mark.slow
 def test_after_a_process_was_killed_the_others_name_it_and_the_run_goes_on(tmp_path):
-    run = [*RUN, "--algorithm", "scaffold", "--memory", "stream", "--rounds", "200", "--checkpoint-every", "20"]
+    run = [*RUN, "--algorithm", "scaffold", "--memory", "stream", "--rounds", "60", "--checkpoint-every", "2"]
     several = started(2, *run, "--folder", tmp_path / "killed")
     checkpoints = tmp_path / "killed" / "checkpoints"
     wait_for(lambda: checkpoints.exists() and len(checkpoint_rounds(checkpoints)) > 1)
@@ -126,7 +130,7 @@ def test_after_a_process_was_killed_the_others_name_it_and_the_run_goes_on(tmp_p
     assert several[0].returncode != 0 and "tasks are unhealthy (stopped sending heartbeats):\n1" in printed[0], printed[0]
     assert f"To continue: fedsim resume {tmp_path / 'killed'}" in printed[0]
     saved = checkpoint_rounds(checkpoints)
-    assert saved[-1] < 200 and all(is_complete(checkpoint_folder(checkpoints, round)) for round in saved)
+    assert saved[-1] < 60 and all(is_complete(checkpoint_folder(checkpoints, round)) for round in saved)
 
     finished(2, "resume", tmp_path / "killed")
     finished(1, *run, "--folder", tmp_path / "whole")
@@ -149,6 +153,43 @@ def test_a_run_of_two_processes_goes_on_in_one_and_in_four(tmp_path, mesh):
     finished(1, *run, "--folder", tmp_path / "whole")
     # The devices are as many as before, so that the sums have the same order.
     assert_same_bits(tmp_path / "stopped", tmp_path / "whole")
+
+
+HELD = """
+import sys
+import optax, fedsim
+fedsim.use_all_cores(1)
+fedsim.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+data, model = fedsim.datasets.load("digits(clients=21)").train, fedsim.models.digits_logistic()
+algorithm = fedsim.algorithms.SCAFFOLD(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20))
+sampler = fedsim.UniformSampler(data, clients=21, seed=0)
+rows = fedsim.experiment.run(algorithm, sampler, rounds=1, progress=False).state.clients
+print((rows.index >= 0).nonzero()[0].tolist())
+"""
+
+
+@pytest.mark.slow
+def test_each_process_has_the_rows_of_its_own_clients():
+    address = free_address()
+    several = [
+        subprocess.Popen([sys.executable, "-c", HELD, address, str(number)], stdout=subprocess.PIPE, text=True)
+        for number in range(2)
+    ]
+    held = [text.splitlines()[-1] for text in outputs(several)]
+    assert held == [str(list(range(0, 21, 2))), str(list(range(1, 21, 2)))]  # 11 = ceil(21 / 2) rows and 10
+
+
+@pytest.mark.slow
+def test_checkpoints_are_read_and_continued_by_another_number_of_processes(tmp_path):
+    run = [*RUN, "--algorithm", "scaffold", "--memory", "stream", "--checkpoint-every", "1", "--rounds"]
+    finished(2, *run, "3", "--folder", tmp_path / "several")
+    checkpoints = tmp_path / "several" / "checkpoints"
+    for processes, rounds in [(1, 6), (4, 9), (2, 12)]:
+        finished(processes, "resume", tmp_path / "several", "--rounds", str(rounds))
+        rows = sorted(path.name for path in checkpoints.glob("*.rows"))
+        assert rows == [*(f"clients.{process}.rows" for process in range(1, processes)), "clients.rows"]
+    finished(1, *run, "12", "--folder", tmp_path / "whole")
+    assert_same_bits(tmp_path / "several", tmp_path / "whole")
 
 
 @pytest.mark.slow

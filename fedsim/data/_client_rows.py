@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
+from fedsim import distributed
 from fedsim.data._row_store import MemoryRows, RowFile, RowStore
 
 Rows = Any
@@ -22,7 +24,8 @@ class ClientRows:
 
     A client whose row was never written takes 8 bytes. `written` returns a new value; the old value keeps its rows as long as
     there is a reference to it. Rows are stored in memory if the rows of all clients would take less than a quarter of the free
-    memory, and otherwise in a temporary file. A run stores them in its folder.
+    memory, and otherwise in a temporary file. A run stores them in its folder. If several processes share a run, each has the
+    rows of its own clients only.
 
     Attributes:
       store: the rows, which several values share.
@@ -74,6 +77,27 @@ class ClientRows:
         seen[: len(clients)] = self.read(clients, rows, np.arange(len(clients)))
         return jax.tree.unflatten(self.store.structure, rows), seen
 
+    def gather_from_owners(self, clients: np.ndarray, slots: int | None = None) -> tuple[Rows, np.ndarray]:
+        """Returns what `gather` returns, of the processes that keep these rows, see `fedsim.distributed.owners`.
+
+        All processes of a run have to call it, for the same clients.
+        """
+        if jax.process_count() == 1:
+            return self.gather(clients, slots)
+        slots, owner = len(clients) if slots is None else slots, distributed.owners(clients)
+        most = int(np.bincount(owner).max(initial=1))
+        # A power of two, because each size of a message is compiled.
+        own = self.gather(clients[owner == jax.process_index()], 1 << (most - 1).bit_length())
+        sent = np.concatenate([_bytes(leaf) for leaf in jax.tree.leaves(own)], axis=1)
+        received = np.zeros((slots, sent.shape[1]), np.uint8)
+        for process, of_process in enumerate(distributed.arrays_of_all(sent)):
+            at = np.flatnonzero(owner == process)
+            received[at] = of_process[: len(at)]
+        ends = np.cumsum([_bytes(leaf).shape[1] for leaf in jax.tree.leaves(own)])
+        parts = zip(np.split(received, ends[:-1], axis=1), jax.tree.leaves(own), strict=True)
+        leaves = [np.ascontiguousarray(part).view(leaf.dtype).reshape(slots, *leaf.shape[1:]) for part, leaf in parts]
+        return jax.tree.unflatten(jax.tree.structure(own), leaves)
+
     def read(self, clients: np.ndarray, out: list[np.ndarray], at: np.ndarray) -> np.ndarray:
         """Copies the rows of some clients into arrays. Clients without a row leave the arrays unchanged.
 
@@ -119,11 +143,9 @@ class ClientRows:
     def __deepcopy__(self, memo: dict[int, Any]) -> ClientRows:
         return ClientRows(self.store, self.index.copy())  # Rows are immutable.
 
-    def copied(self, store: RowStore | None = None) -> ClientRows:
-        """Returns a copy of the rows in another store of the same layout, by default a new one."""
-        copy = ClientRows.empty(self.store.like, len(self.index))
-        if store is not None:
-            copy = ClientRows(store, copy.index)
+    def copied(self, into: ClientRows | None = None) -> ClientRows:
+        """Returns ``into``, which has the same layout, with a copy of these rows; by default a copy in a new store."""
+        copy = ClientRows.empty(self.store.like, len(self.index)) if into is None else into
         positions = np.flatnonzero(self.index >= 0)
         # In the order of the store, so that a file is read sequentially.
         positions = positions[np.argsort(self.index[positions])]
@@ -132,6 +154,11 @@ class ClientRows:
             clients = positions[start : start + block]
             copy = copy.written(clients, self.gather(clients)[0])
         return copy
+
+
+def _bytes(rows: np.ndarray) -> np.ndarray:
+    """Returns the bytes of each row, ``uint8 [n, bytes]``."""
+    return rows.reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
 
 
 def is_rows(value: Any) -> bool:

@@ -302,11 +302,11 @@ class RowFile(RowStore):
             self._checksums[numbers], self._known[numbers] = before
             raise
 
-    def expect(self, numbers: np.ndarray, checksums: np.ndarray, *, read: bool) -> None:
-        """Adopts rows as `expected` does. With ``read``, it also reads all of them, in file order, to compare checksums."""
+    def expect(self, numbers: np.ndarray, checksums: np.ndarray) -> None:
+        """Adopts rows as `expected` does, and reads all of them, in file order, to compare checksums."""
         with self.expected(numbers, checksums):
             scratch = [np.empty((1, *leaf.shape), leaf.dtype) for leaf in self.leaves]
-            for number in np.sort(numbers[numbers >= 0])[:, None] if read else ():
+            for number in np.sort(numbers[numbers >= 0])[:, None]:
                 self.read(number, scratch, np.zeros(1, np.int64))
 
     def _transfer(self, call: Callable[..., int], views: Sequence[np.ndarray], number: int) -> bool:

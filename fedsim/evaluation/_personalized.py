@@ -352,7 +352,7 @@ def _memories(parts: FederatedState, algorithm: Any, shared: Any, at: np.ndarray
     if clients == () or not jax.tree.leaves(own):
         return jax.tree.map(lambda x: np.zeros((slots, *x.shape), x.dtype), own), np.zeros(slots, bool)
     if isinstance(clients, ClientRows):
-        rows, seen = clients.gather(at, slots)
+        rows, seen = clients.gather_from_owners(at, slots)
     else:
         filled = np.zeros(slots, np.int64)
         filled[: len(at)] = at

@@ -164,7 +164,8 @@ def placed(state: State, mesh: Mesh, memory: Memory, division: Division = WHOLE)
       state: a server's state or a `FederatedState`.
       mesh: the devices.
       memory: ``"resident"`` moves them to the devices, ``"stream"`` to the host. ``"auto"`` moves them to the devices if they
-        are small, and leaves them there if they are there.
+        are small, and leaves them there if they are there. With the devices of several processes it moves them to the host,
+        where each process keeps those of its own clients only.
       division: how the model is divided over devices, and memories like it.
 
     >>> import fedsim
@@ -179,14 +180,11 @@ def placed(state: State, mesh: Mesh, memory: Memory, division: Division = WHOLE)
     if isinstance(clients, ClientRows):
         if stay_on_host(clients, mesh, memory):
             return state
-        clients = ClientTable(*clients.gather(np.arange(len(clients.index))))
-    elif memory == "stream":
-        seen = np.asarray(clients.seen)
-        return state._replace(
-            clients=ClientRows.empty(row_shapes(clients), len(seen)).written(
-                np.arange(len(seen)), distributed.on_host(clients.rows), seen
-            )
-        )
+        clients = ClientTable(*clients.gather_from_owners(np.arange(len(clients.index))))
+    elif memory == "stream" or (memory == "auto" and mesh.is_multi_process):
+        everyone = np.arange(num_remembered(clients))
+        empty = ClientRows.empty(row_shapes(clients), len(everyone))
+        return state._replace(clients=_with_own(empty, everyone, *distributed.on_host(tuple(clients))))
     return state._replace(clients=moved(clients, shardings_of(clients, mesh, division=division)))
 
 
@@ -194,7 +192,7 @@ def stay_on_host(clients: ClientRows, mesh: Mesh, memory: Memory) -> bool:
     """Returns whether clients' memories stay on the host, from which the rows of each cohort are gathered."""
     device, table_bytes = mesh.devices.flat[0], clients.store.row_bytes * len(clients.index)
     limit = _RESIDENT_BYTES_ON_CPU if device.platform == "cpu" else _RESIDENT_SHARE * memory_limit(device)
-    return memory == "stream" or (memory == "auto" and table_bytes > limit)
+    return memory == "stream" or (memory == "auto" and (mesh.is_multi_process or table_bytes > limit))
 
 
 def gathered(
@@ -202,12 +200,17 @@ def gathered(
 ) -> tuple[ClientTable, RoundPlan]:
     """Gathers the rows of a cohort of ``count`` clients into a table on the devices; returns it and a plan for this table."""
     slots = len(plan.client)
-    table = ClientTable(*clients.gather(plan.client[:count].astype(np.int64), slots))
+    table = ClientTable(*clients.gather_from_owners(plan.client[:count].astype(np.int64), slots))
     memory = np.where(np.arange(slots) < count, np.arange(slots), slots).astype(np.int32)
     return moved(table, shardings_of(table, mesh, division=division)), plan._replace(memory=memory)
 
 
 def written_back(clients: ClientRows, table: Any, plan: RoundPlan, count: int) -> ClientRows:
-    """Waits for the round, and writes the table that was `gathered` back."""
-    rows, seen = distributed.on_host(tuple(table))
-    return clients.written(plan.client[:count].astype(np.int64), rows, seen[:count])
+    """Waits for the round, and writes the table that was `gathered` back, each process the rows of its own clients."""
+    return _with_own(clients, plan.client[:count].astype(np.int64), *distributed.on_host(tuple(table)))
+
+
+def _with_own(clients: ClientRows, positions: np.ndarray, rows: Any, seen: np.ndarray) -> ClientRows:
+    """Writes the rows ``[>= n, ...]`` of the clients at these positions ``[n]`` that are seen, and that this process keeps."""
+    is_own = distributed.owners(positions) == jax.process_index()
+    return clients.written(positions, rows, seen[: len(positions)] & is_own)

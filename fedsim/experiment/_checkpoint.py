@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import shutil
 import warnings
@@ -30,10 +32,22 @@ class SavedRows(NamedTuple):
     Attributes:
       index: ``int64 [num_clients]``, the number of each client's row in the row file; -1 for clients without a row.
       checksums: ``uint32 [num_clients]``, the checksum of each row; 0 for clients without a row.
+      processes: ``int32 []``, the number of processes that wrote the rows, each into a file of its own; () if it was one.
     """
 
     index: Any
     checksums: Any
+    processes: Any = ()
+
+    def in_file(self, number: int) -> np.ndarray:
+        """Returns the index with the rows in the file of one process, and -1 for clients whose row is in another file."""
+        index = np.asarray(self.index, np.int64)
+        return np.where(distributed.owners(np.arange(len(index)), self.num_files) == number, index, -1)
+
+    @property
+    def num_files(self) -> int:
+        """The number of files that have the rows."""
+        return 1 if isinstance(self.processes, tuple) else int(self.processes)
 
 
 class Checkpoints:
@@ -47,13 +61,15 @@ class Checkpoints:
     The rows of `ClientRows` are in one file, ``FOLDER/clients.rows``. A checkpoint holds their positions and checksums. Rows
     that a checkpoint refers to are not overwritten until the checkpoint is deleted.
 
+    If several processes share a run, each has an object of this class, and calls the same methods, on a file system that they
+    share. Each writes its parts of the arrays that are divided over processes, and the rows of its own clients into a file of
+    its own, ``FOLDER/clients.<process>.rows`` (of process 0 ``FOLDER/clients.rows``). Process 0 writes the list when all have
+    finished. A state can be read by another number of processes; each copies the rows that it finds in the file of another one.
+
     Args:
       folder: the folder of the checkpoints.
       rows_identity: the algorithm and population that the rows belong to. It is written into the row file, and a file with
         another one is refused.
-
-    If several processes share a run, each has an object of this class, and calls the same methods. Process 0 writes, and all
-    read, so that the folder is on a file system that they share.
 
     >>> import tempfile
     >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()))
@@ -69,6 +85,7 @@ class Checkpoints:
         self._file: RowFile | None = None
         # The row file frees rows to which no ClientRows refers, so these references protect the rows of the checkpoints.
         self._referenced: dict[int, list[ClientRows]] = {}
+        self._num_files: dict[int, int] = {}  # how many files have the rows of each checkpoint
 
     @staticmethod
     def available() -> bool:
@@ -88,9 +105,9 @@ class Checkpoints:
         """
 
         def moved(leaf: Any) -> Any:
-            if not isinstance(leaf, ClientRows) or leaf.store is self._file or not distributed.is_first():
+            if not isinstance(leaf, ClientRows) or leaf.store is self._file:
                 return leaf
-            return leaf.copied(self._row_file(leaf))
+            return leaf.copied(ClientRows(self._row_file(leaf), np.full(len(leaf.index), -1)))
 
         return jax.tree.map(moved, state, is_leaf=is_rows)
 
@@ -100,21 +117,23 @@ class Checkpoints:
         Raises:
           OSError: a file cannot be written.
         """
-        if jax.process_count() > 1:
-            state = distributed.joined(state)
-            if not distributed.is_first():
-                return
-        path, state = self._path(round), self.with_row_file(state)
+        path, state = self._path(round), distributed.in_all(lambda: self.with_row_file(state))
         rows = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_rows) if is_rows(leaf)]
-        if is_complete(path) and _same_rows(rows, self._referenced.get(round, [])):
+        has_same_rows = all(distributed.of_all(_same_rows(rows, self._referenced.get(round, []))))
+        if has_same_rows and distributed.from_first(distributed.is_first() and is_complete(path)):
             return
-        with writing(path):
-            (path / FILES).unlink(missing_ok=True)  # while it is overwritten, it is not a checkpoint
-            self._referenced[round] = rows
-            # Left by a process that was killed or found the disk full; orbax would log a warning about it.
-            shutil.rmtree(path.with_name(f"{path.name}.orbax-checkpoint-tmp"), ignore_errors=True)
+
+        def prepare() -> None:
+            if distributed.is_first():
+                (path / FILES).unlink(missing_ok=True)  # while it is overwritten, it is not a checkpoint
+                # Left by a process that was killed or found the disk full; orbax would log a warning about it.
+                shutil.rmtree(path.with_name(f"{path.name}.orbax-checkpoint-tmp"), ignore_errors=True)
             if self._file and rows:
                 self._file.sync()
+
+        with writing(path):
+            distributed.in_all(prepare)
+            self._referenced[round], self._num_files[round] = rows, jax.process_count()
             write_arrays(path, to_leaves(jax.tree.map(_saved, state, is_leaf=is_rows)))
 
     def load(self, round: int, like: State, *, separate_rows: bool = False) -> State:
@@ -144,85 +163,109 @@ class Checkpoints:
         Raises:
           ValueError: there are checkpoints and none can be read, or they hold another structure than ``like``.
         """
-        separate_rows = separate_rows or not distributed.is_first()
         self._open_row_file(like)
         rounds = [round for round in self.rounds() if until is None or round <= until]
         for round in reversed(rounds):
-            try:
-                leaves = self._read(round)
-            except (OSError, ValueError) as error:
+            leaves, error = distributed.attempted_in_all(functools.partial(self._read, round), OSError, ValueError)
+            if leaves is None:
                 warnings.warn(f"The checkpoint of round {round} is damaged and skipped: {error}.", stacklevel=2)
                 continue
             saved = from_leaves(*_as_saved(leaves, like, round))
-            try:
-                state = self._restored(saved, like, separate_rows=separate_rows)
-            except FormatError as error:
+            if not separate_rows:
+                self._reference_rows(saved, round)
+                self._reference_rows_of({other for other in rounds if other != round}, like)
+            restore = functools.partial(self._restored, saved, like, separate_rows=separate_rows)
+            state, error = distributed.attempted_in_all(restore, FormatError)
+            if state is None:
                 warnings.warn(f"The checkpoint of round {round} is damaged and skipped: {error}", stacklevel=2)
                 continue
-            if not separate_rows:
-                self._reference_rows({other for other in rounds if other != round}, like)
             return state, round
         if rounds:
             raise ValueError(f"All checkpoints in {self.folder} are damaged. Start the run again in another folder.")
         return None
 
     def keep_only(self, rounds: set[int]) -> None:
-        """Deletes all other checkpoints, and files that a killed process left incomplete."""
-        if not distributed.is_first():
-            return
+        """Deletes other checkpoints, what a killed process left incomplete, and row files that no checkpoint refers to."""
+        # Before a process overwrites the rows of a deleted checkpoint, process 0 has deleted it.
+        distributed.in_first(lambda: self._delete_others(rounds))
+        self._referenced = {round: rows for round, rows in self._referenced.items() if round in rounds}
+
+    def _delete_others(self, rounds: set[int]) -> None:
         for path in self.folder.iterdir():
-            if path.name != _ROWS and not (path.name.isdigit() and int(path.name) in rounds):
+            if path.is_dir() and not (path.name.isdigit() and int(path.name) in rounds):
                 (path / FILES).unlink(missing_ok=True)  # first, so that it is never an incomplete checkpoint
                 shutil.rmtree(path, ignore_errors=True)
-        self._referenced = {round: rows for round, rows in self._referenced.items() if round in rounds}
+        if all(round in self._num_files for round in rounds):
+            number = max([jax.process_count(), *(self._num_files[round] for round in rounds)])
+            while (path := self._rows_path(number)).exists():
+                path.unlink()
+                number += 1
 
     def _path(self, round: int) -> Path:
         return checkpoint_folder(self.folder, round)
+
+    def _rows_path(self, process: int) -> Path:
+        return self.folder / (f"clients.{process}.rows" if process else "clients.rows")
 
     def _read(self, round: int) -> Leaves:
         return read_arrays(self._path(round))
 
     def _row_file(self, like: ClientRows) -> RowFile:
-        """Returns the row file, which is created if it does not exist."""
+        """Returns the row file of this process, which is created if it does not exist."""
         if self._file is None:
-            with writing(self.folder / _ROWS):
+            path = self._rows_path(jax.process_index())
+            with writing(path):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._file = RowFile(like.store.like, self.folder / _ROWS, self._rows_identity)
+                self._file = RowFile(like.store.like, path, self._rows_identity)
         return self._file
 
     def _open_row_file(self, like: State) -> None:
         """Opens the row file if ``like`` has rows and the file exists: a damaged file concerns all checkpoints."""
         for leaf in jax.tree.leaves(like, is_leaf=is_rows):
-            if is_rows(leaf) and (self.folder / _ROWS).exists():
+            if is_rows(leaf) and self._rows_path(jax.process_index()).exists():
                 self._row_file(leaf)
 
-    def _restored(self, saved: State, like: State, *, separate_rows: bool = False, read: bool = True) -> State:
-        """Converts `SavedRows` to `ClientRows`. Every row is read once and compared with its checksum."""
+    def _restored(self, saved: State, like: State, *, separate_rows: bool = False) -> State:
+        """Converts `SavedRows` to `ClientRows`. Every row of this process is read once and compared with its checksum."""
 
         def restored(like: Any, saved: Any) -> Any:
             if not isinstance(saved, SavedRows):
                 return saved
-            self._open_row_file(like)
-            if self._file is None:
-                raise FormatError(f"{self.folder / _ROWS} is missing.")
-            index = np.asarray(saved.index, np.int64)
-            checksums, rows = np.asarray(saved.checksums), ClientRows(self._file, index)
+            clients, checksums, this = len(saved.index), np.asarray(saved.checksums), jax.process_index()
+            is_own = distributed.owners(np.arange(clients)) == this
+            in_files = {number: np.where(is_own, saved.in_file(number), -1) for number in range(saved.num_files)}
+            in_files = {number: index for number, index in in_files.items() if np.any(index >= 0)}
+            for path in map(self._rows_path, in_files):
+                if not path.exists():
+                    raise FormatError(f"{path} is missing.")
+            rows = ClientRows.empty(like.store.like, clients)
             if not separate_rows:
-                self._file.expect(index, checksums, read=read)
-                return rows
-            with self._file.expected(index, checksums):
-                return rows.copied()
+                file, index = self._row_file(like), in_files.pop(this, rows.index)
+                file.expect(index, checksums)
+                rows = ClientRows(file, index)
+            for number, index in in_files.items():
+                file = RowFile(like.store.like, self._rows_path(number), self._rows_identity)
+                with file.expected(index, checksums):
+                    rows = ClientRows(file, index).copied(rows)
+            return rows
 
         return jax.tree.map(restored, like, saved, is_leaf=is_rows)
 
-    def _reference_rows(self, rounds: set[int], like: State) -> None:
-        """Protects the rows of checkpoints that were not loaded."""
+    def _reference_rows(self, saved: State, round: int) -> None:
+        """Protects the rows of a checkpoint in the file of this process, also those of clients that it keeps no more."""
+        rows = [leaf for leaf in jax.tree.leaves(saved, is_leaf=_is_saved) if _is_saved(leaf)]
+        self._num_files[round] = max([1, *(leaf.num_files for leaf in rows)])
+        if self._file:
+            in_file = [leaf.in_file(jax.process_index()) for leaf in rows]
+            exist = [np.where(index < self._file.capacity, index, -1) for index in in_file]
+            self._referenced[round] = [ClientRows(self._file, index) for index in exist]
+
+    def _reference_rows_of(self, rounds: set[int], like: State) -> None:
+        """Protects the rows of checkpoints that are not loaded."""
         for round in rounds if self._file else ():
-            try:
-                state = self._restored(from_leaves(*_as_saved(self._read(round), like, round)), like, read=False)
-            except (OSError, ValueError):
-                continue  # It cannot be read now. If it can be later, the checksums show which of its rows were overwritten.
-            self._referenced[round] = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_rows) if is_rows(leaf)]
+            # If it cannot be read now but later, the checksums show which of its rows were overwritten.
+            with contextlib.suppress(OSError, ValueError):
+                self._reference_rows(from_leaves(*_as_saved(self._read(round), like, round)), round)
 
 
 def _same_rows(some: list[ClientRows], others: list[ClientRows]) -> bool:
@@ -230,7 +273,15 @@ def _same_rows(some: list[ClientRows], others: list[ClientRows]) -> bool:
 
 
 def _saved(leaf: Any) -> Any:
-    return SavedRows(leaf.index, leaf.store.checksums(leaf.index)) if is_rows(leaf) else leaf
+    """Converts `ClientRows` to what a checkpoint holds for them, of all processes."""
+    if not is_rows(leaf):
+        return leaf
+    index, checksums = map(distributed.entries_of_owners, (leaf.index, leaf.store.checksums(leaf.index)))
+    return SavedRows(index, checksums, np.int32(jax.process_count()) if jax.process_count() > 1 else ())
+
+
+def _is_saved(leaf: Any) -> bool:
+    return isinstance(leaf, SavedRows)
 
 
 def _as_saved(leaves: Leaves, like: State, round: int) -> tuple[Leaves, State]:
@@ -249,7 +300,8 @@ def _as_saved(leaves: Leaves, like: State, round: int) -> tuple[Leaves, State]:
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((clients, *x.shape), x.dtype), leaf.store.like)
             return ClientTable(rows, jax.ShapeDtypeStruct((clients,), np.bool_))
         clients = leaves.get(f"{name}.index", leaf.index).shape[0]
-        return SavedRows(*(jax.ShapeDtypeStruct((clients,), dtype) for dtype in (np.int64, np.uint32)))
+        index, checksums = (jax.ShapeDtypeStruct((clients,), dtype) for dtype in (np.int64, np.uint32))
+        return SavedRows(index, checksums, jax.ShapeDtypeStruct((), np.int32) if f"{name}.processes" in leaves else ())
 
     past = jax.tree.leaves(like.past) if isinstance(like, FederatedState) else []
     if past:
@@ -269,7 +321,10 @@ def _with_rounds(past: np.ndarray, kept: int, round: int) -> np.ndarray:
 
 
 def to_leaves(state: State) -> Leaves:
-    """Returns the leaves of a pytree by path, on the host. A PRNG key becomes its data, and its path names the key's kind."""
+    """Returns the leaves of a pytree by path. A PRNG key becomes its data, and its path names the key's kind.
+
+    They are on the host, except arrays of which other processes have parts.
+    """
     named = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = jax.tree_util.keystr(path)
@@ -277,7 +332,7 @@ def to_leaves(state: State) -> Leaves:
             name, leaf = f"{name} ({jax.random.key_impl(leaf)} key)", jax.random.key_data(leaf)
         named[name] = leaf
     # orbax refuses arrays without elements, and their shapes are known.
-    return {name: np.asarray(leaf) for name, leaf in jax.device_get(named).items() if np.size(leaf)}
+    return {name: leaf if distributed.is_divided(leaf) else np.asarray(leaf) for name, leaf in named.items() if np.size(leaf)}
 
 
 def from_leaves(leaves: Mapping[str, np.ndarray], like: State) -> State:

@@ -184,7 +184,8 @@ def run(
     with Interruption() as interruption, current.write_errors(), warnings_above(bar):
         try:
             if last := pipelined(dispatch, finish):
-                current.save(last)
+                with distributed.losses_named(current.how_to_resume):
+                    current.save(last)
         finally:
             bar.close()
             current.close()
