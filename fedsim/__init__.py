@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedsim import data as data
     from fedsim import datasets as datasets
     from fedsim import decentralized as decentralized
+    from fedsim import deployment as deployment
     from fedsim import differentiation as differentiation
     from fedsim import distributed as distributed
     from fedsim import evaluation as evaluation

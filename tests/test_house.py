@@ -44,6 +44,7 @@ LAYERS: list[set[str]] = [
     {"configuration"},
     {"experiment"},
     {"sweeps"},
+    {"deployment"},
     {"fedsim"},
     {"reproductions"},  # above "fedsim", which therefore does not import it
     {"commands"},
@@ -70,6 +71,7 @@ PUBLIC_MODULES = [
     "fedsim.datasets",
     "fedsim.decentralized",
     "fedsim.decentralized.costs",
+    "fedsim.deployment",
     "fedsim.differentiation",
     "fedsim.evaluation",
     "fedsim.execution",

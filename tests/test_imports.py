@@ -39,6 +39,7 @@ HEAVY = {
     "fedsim.algorithms",
     "fedsim.datasets",
     "fedsim.decentralized",
+    "fedsim.deployment",
     "fedsim.experiment",
     "fedsim.formats",
     "fedsim.models",

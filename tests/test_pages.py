@@ -9,7 +9,8 @@ import fedsim
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["primitives", "migration", "systems", "decentralized", "vertical", "few_labels", "models", "privacy"]
-SHORT = {"comparison": 1, "four_ways": 1, "hooks": 4, "runs_in_python": 4, "scale": 5}  # pages with so many blocks
+# Pages with so many blocks.
+SHORT = {"comparison": 1, "deployment": 0, "four_ways": 1, "hooks": 4, "runs_in_python": 4, "scale": 5}
 
 
 def page(name):

@@ -22,6 +22,7 @@ usage: fedsim COMMAND ...
 
   run [OPTIONS]      train and evaluate, and write the results to a run folder; `fedsim run --help` lists the options;
                      --client-learning-rate 0.01,0.1 --seeds 3 runs every combination
+  deploy [OPTIONS]   train in the same way on nodes, processes that talk over Flower's network and keep their data
   plan [OPTIONS]     print what a round of such a run costs (messages, computation, memory, time), without running one
   privacy FOLDER     print how much a run, or a run with options, reveals of a client: ε of differential privacy
   resume FOLDER      continue a run or a sweep that was stopped; with --rounds N until round N, also if it was finished
@@ -43,6 +44,7 @@ A first example, which takes a minute and needs no network: fedsim run
 
 COMMANDS = (
     "run",
+    "deploy",
     "plan",
     "privacy",
     "resume",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import textwrap
 
 from fedsim import distributed, experiment
+from fedsim.commands._deploy import NETWORK
 from fedsim.commands._options import PROCESSES, RUNS_CODE, TRUST, Option, options_of, parse
-from fedsim.commands._training import HOW, connected, train
+from fedsim.commands._training import HOW, connected, train, use_devices
+from fedsim.deployment import deploy, deployed_nodes
 from fedsim.experiment import Settings
 from fedsim.experiment.driving import check_trusted, stored_run
 from fedsim.sweeps import change_rounds
@@ -37,16 +39,27 @@ def main(arguments: list[str]) -> int:
     options = (
         {"rounds": _ROUNDS} | options_of(Settings, stored["settings"], leave_out=["folder"]) | {"trust": TRUST} | PROCESSES
     )
+    nodes = deployed_nodes(folder)
+    if nodes is not None:
+        options = {name: option for name, option in options.items() if name not in PROCESSES} | NETWORK
     if "seeds" in stored:
         options["how"] = HOW._replace(default=stored.get("how"))
     chosen = parse(options, rest, "fedsim resume FOLDER", f"Continue the run or the sweep in a folder. {RUNS_CODE}")
     if not chosen.pop("trust"):
         check_trusted(folder, stored)
     how, rounds = chosen.pop("how", None), chosen.pop("rounds")
-    processes = {name: chosen.pop(name) for name in PROCESSES}
-    settings = connected(Settings(**chosen, folder=folder), processes)
+    processes = {name: chosen.pop(name, None) for name in PROCESSES}
+    network = {name: chosen.pop(name) for name in NETWORK if name in chosen}
+    settings = Settings(**chosen, folder=folder)
+    if nodes is None:
+        settings = connected(settings, processes)
+    else:
+        use_devices(1)
     if rounds is not None:
         distributed.in_first(lambda: change_rounds(folder, rounds, settings))
         stored = experiment.read_sweep(folder) or experiment.read_config(folder)
     config, _ = stored_run(folder, stored)
+    if nodes is not None:
+        result = deploy(config, settings, nodes=nodes, **network)
+        return 128 + result.interrupted if result.interrupted else 0
     return train(config, settings, stored.get("varied", {}), stored.get("seeds"), how, stored.get("differing", ()))

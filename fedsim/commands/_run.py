@@ -11,24 +11,32 @@ from fedsim.commands._configuration import configured
 from fedsim.commands._listing import print_task
 from fedsim.commands._options import PROCESSES
 from fedsim.commands._training import connected, train
+from fedsim.experiment import RunConfig, Settings
 from fedsim.names import parse_call
 from fedsim.pinned_files import unpinned
+from fedsim.sweeps import Differing
 
 
 def main(arguments: list[str]) -> int:
     """Runs ``fedsim run`` with these arguments and returns the exit status."""
     about = "Train, evaluate, and write metrics, checkpoints and a picture to a run folder."
     config, settings, varied, seeds, how, processes, differing, _ = configured(arguments, "fedsim run", about, PROCESSES)
-    if settings.folder is None:
-        several = {name: {names[name] for names, _ in differing if name in names} for name in ("dataset", "algorithm")}
-        parts = [f"{len(values)}-{name}s" if values else _short(getattr(config, name)) for name, values in several.items()]
-        name = "-".join([*parts, *(["sweep"] if varied or seeds else []), time.strftime("%Y%m%d-%H%M%S")])
-        settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
+    settings = with_folder(config, settings, differing, is_sweep=bool(varied or seeds))
     settings = connected(settings, processes)
     is_single = "dataset" not in (differing[0][0] if differing else ())
     if settings.progress and is_single and datasets.is_file(config.dataset) and distributed.is_first():
         print_task(datasets.describe(config.drawn_dataset))
     return train(config, settings, varied, seeds, how, differing)
+
+
+def with_folder(config: RunConfig, settings: Settings, differing: Differing = (), *, is_sweep: bool = False) -> Settings:
+    """Returns the settings with a run folder, whose name says what is trained and when it began."""
+    if settings.folder is not None:
+        return settings
+    several = {name: {names[name] for names, _ in differing if name in names} for name in ("dataset", "algorithm")}
+    parts = [f"{len(values)}-{name}s" if values else _short(getattr(config, name)) for name, values in several.items()]
+    name = "-".join([*parts, *(["sweep"] if is_sweep else []), time.strftime("%Y%m%d-%H%M%S")])
+    return dataclasses.replace(settings, folder=str(Path("runs") / name))
 
 
 def _short(text: str) -> str:

@@ -22,7 +22,7 @@ from fedsim.configuration._config import RunConfig, Settings, options_of_sampler
 from fedsim.configuration._scheduled import scheduled
 from fedsim.configuration._validation import with_validation
 from fedsim.data import Batches, FederatedData, population_identity
-from fedsim.execution import share_programs
+from fedsim.execution import Execution, share_programs
 from fedsim.model import Model
 from fedsim.names import check_options, did_you_mean, import_reference, look_up, make, parse_call, required
 from fedsim.partitioners import hide_labels, only_labelled
@@ -67,7 +67,7 @@ class Hyperparameter(NamedTuple):
     default: Any
 
 
-def build(config: RunConfig, settings: Settings) -> Experiment:
+def build(config: RunConfig, settings: Settings, execution: Execution | None = None) -> Experiment:
     """Loads the data and builds the algorithm and the sampler.
 
     Names of the form ``FILE.py:NAME`` and ``MODULE:NAME`` are imported, which runs their code.
@@ -75,6 +75,7 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
     Args:
       config: the configuration.
       settings: the settings, of which only the execution is used.
+      execution: replaces that of the settings.
 
     Raises:
       ValueError: the dataset, model or algorithm is unknown; the algorithm does not have a hyperparameter or refuses its
@@ -84,18 +85,18 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
     >>> experiment.algorithm.mu, experiment.sampler.clients
     (0.1, 10)
     """
-    (experiment,) = build_members([config], settings)
+    (experiment,) = build_members([config], settings, execution)
     return experiment
 
 
-def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Experiment]:
+def build_members(configs: Sequence[RunConfig], settings: Settings, execution: Execution | None = None) -> list[Experiment]:
     """Builds the objects of several runs, which share the data, models and samplers that are equal.
 
     Runs with different seeds have different data if the dataset is drawn with the seed, see `RunConfig.drawn_dataset`.
 
     Args:
       configs: one or more.
-      settings: see `build`.
+      settings, execution: see `build`.
 
     Raises:
       ValueError: see `build`. If there are several configurations, all are checked before the first run.
@@ -116,7 +117,7 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
         default = defaults[config.dataset]
         model = models_of(cls, config.dataset, default, **{name: getattr(config, name) for name in options_that_build("model")})
         nodes = load()[i].train.num_clients if "topology" in _fields(cls) else None
-        made.append(_algorithm(cls, model, config, settings, nodes))
+        made.append(_algorithm(cls, model, config, execution or settings.executor(), nodes))
     samplers: dict[Any, Sampler] = {}
     experiments = []
     for algorithm, config, splits in zip(made, configs, load(), strict=True):
@@ -232,7 +233,7 @@ def _law(name: str, text: str) -> systems.Law | float:
 
 
 def _algorithm(
-    cls: type[Algorithm], model: Model | None, config: RunConfig, settings: Settings, nodes: int | None = None
+    cls: type[Algorithm], model: Model | None, config: RunConfig, execution: Execution, nodes: int | None = None
 ) -> Algorithm:
     hyperparameters = algorithm_hyperparameters(cls)
     unknown = sorted(set(config.hyperparameters) - set(hyperparameters))
@@ -242,7 +243,7 @@ def _algorithm(
             f"{cls.__name__} has no hyperparameter {unknown[0]!r}.{did_you_mean(unknown[0], hyperparameters)} It has: {known}."
         )
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    given: dict[str, Any] = {"batches": _batches(config, fields["batches"]), "execution": settings.executor()}
+    given: dict[str, Any] = {"batches": _batches(config, fields["batches"]), "execution": execution}
     own: dict[str, Any] = dict(config.hyperparameters)
     if model is not None:
         given["model"] = model

@@ -7,7 +7,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,12 @@ class Execution:
     >>> histogram = fedsim.algorithms.Histogram(bins=2, execution=OneAfterAnother())
     >>> histogram.apply(histogram.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))[0].counts.tolist()
     [0, 1, 2, 0]
+
+    Attributes:
+      keeps_memories: whether the states have what clients keep between rounds. If not, it is where the clients run.
     """
+
+    keeps_memories: ClassVar[bool] = True
 
     def run(
         self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None

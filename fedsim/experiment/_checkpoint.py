@@ -24,6 +24,8 @@ from fedsim.saved_arrays import FILES, Leaves, checkpoint_folder, checkpoint_rou
 State = Any
 
 _ROWS = "clients.rows"
+# The file that the folder of a deployed run has. What its clients keep is at the nodes.
+DEPLOYMENT = "deployment.json"
 
 
 class SavedRows(NamedTuple):
@@ -70,6 +72,7 @@ class Checkpoints:
       folder: the folder of the checkpoints.
       rows_identity: the algorithm and population that the rows belong to. It is written into the row file, and a file with
         another one is refused.
+      keeps_memories: whether states have what clients keep, see `fedsim.execution.Execution`.
 
     >>> import tempfile
     >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()))
@@ -79,8 +82,9 @@ class Checkpoints:
     (3, [1.0, 1.0])
     """
 
-    def __init__(self, folder: Path, rows_identity: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, rows_identity: Mapping[str, Any] | None = None, *, keeps_memories: bool = True) -> None:
         self.folder = folder.absolute()
+        self._lacks_rows = keeps_memories and (self.folder.parent / DEPLOYMENT).exists()
         self._rows_identity = rows_identity or {}
         self._file: RowFile | None = None
         # The row file frees rows to which no ClientRows refers, so these references protect the rows of the checkpoints.
@@ -231,6 +235,11 @@ class Checkpoints:
         def restored(like: Any, saved: Any) -> Any:
             if not isinstance(saved, SavedRows):
                 return saved
+            if self._lacks_rows:
+                raise ValueError(
+                    f"What the clients of the run in {self.folder.parent} keep between rounds is at its nodes: continue it "
+                    "with `fedsim resume`, or simulate it in another folder, from its first round."
+                )
             clients, checksums, this = len(saved.index), np.asarray(saved.checksums), jax.process_index()
             is_own = distributed.owners(np.arange(clients)) == this
             in_files = {number: np.where(is_own, saved.in_file(number), -1) for number in range(saved.num_files)}

@@ -20,7 +20,12 @@ Scores = Evaluation | Mapping[str, float]
 
 
 def is_personal(algorithm: Algorithm) -> bool:
-    """Returns whether clients have models of their own."""
+    """Returns whether clients have models of their own.
+
+    >>> import fedsim
+    >>> is_personal(fedsim.algorithms.Histogram(bins=2))
+    False
+    """
     return hasattr(algorithm, "personal_params") or keeps_parts(getattr(algorithm, "model", None))
 
 

@@ -73,7 +73,13 @@ def describe(algorithm: Algorithm, sampler: Sampler, config: Any, *, rounds: int
 
 
 def rows_identity(algorithm: Algorithm, data: FederatedData) -> dict[str, Any]:
-    """Returns what identifies the rows of clients: another algorithm, or other clients, cannot use them."""
+    """Returns what identifies the rows of clients: another algorithm, or other clients, cannot use them.
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": [1.0, 2.0, 3.0]}, sizes=[2, 1])
+    >>> rows_identity(fedsim.algorithms.Histogram(bins=2), data)["clients"]
+    2
+    """
     return {"algorithm": type(algorithm).__name__, "clients": data.num_clients, "client ids (hash)": client_ids_hash(data)}
 
 

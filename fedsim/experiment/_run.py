@@ -139,7 +139,8 @@ class Run(Rounds):
         full = algorithm.with_memory(like, first.data)
         has_rows = any(map(is_rows, jax.tree.leaves(full, is_leaf=is_rows)))
         identity = rows_identity(algorithm, first.data) if has_rows else None
-        checkpoints = Checkpoints(self.paths.checkpoints, identity) if self.paths else None
+        keeps = algorithm.execution.keeps_memories
+        checkpoints = Checkpoints(self.paths.checkpoints, identity, keeps_memories=keeps) if self.paths else None
         if checkpoints and not Checkpoints.available():
             warnings.warn(
                 "No checkpoints will be written: orbax-checkpoint is not installed (pip install 'fedsim-jax[run]').",

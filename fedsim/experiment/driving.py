@@ -5,7 +5,10 @@ same pieces: a `Run` sends rounds to the devices and writes what comes back, `pi
 `RunFolder` has the names of a run's files, and an `Interruption` records Ctrl-C until the rounds that were sent have ended.
 """
 
+from fedsim.experiment._checkpoint import DEPLOYMENT as DEPLOYMENT
+from fedsim.experiment._checkpoint import Checkpoints as Checkpoints
 from fedsim.experiment._default_evaluation import default_evaluation as default_evaluation
+from fedsim.experiment._default_evaluation import is_personal as is_personal
 from fedsim.experiment._dispatch import DispatchedRounds as DispatchedRounds
 from fedsim.experiment._dispatch import DispatchLength as DispatchLength
 from fedsim.experiment._dispatch import Rounds as Rounds
@@ -20,6 +23,7 @@ from fedsim.experiment._folder import resume_command as resume_command
 from fedsim.experiment._folder import stored_run as stored_run
 from fedsim.experiment._folder import sweep_file as sweep_file
 from fedsim.experiment._folder import warn_of_changed_code as warn_of_changed_code
+from fedsim.experiment._identity import rows_identity as rows_identity
 from fedsim.experiment._lines import Line as Line
 from fedsim.experiment._lines import evaluation_line as evaluation_line
 from fedsim.experiment._lines import round_lines as round_lines

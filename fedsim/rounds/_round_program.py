@@ -352,6 +352,12 @@ class RoundProgram:
         leaves = [_read(values, x) for x in self._equations[number].invars]
         return jax.tree.unflatten(self.calls[number].operands, leaves)
 
+    def operand_shapes(self, number: int) -> Operands:
+        """Returns the shapes and dtypes of the operands of call ``number``, as ``jax.ShapeDtypeStruct``."""
+        avals: list[Any] = [x.aval for x in self._equations[number].invars]
+        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        return jax.tree.unflatten(self.calls[number].operands, leaves)
+
     def put(self, number: int, values: Values, results: tuple[Any, Any]) -> None:
         """Adds the results of call ``number``, the accumulator and the entries, to ``values``."""
         values |= dict(zip(self._equations[number].outvars, jax.tree.leaves(results), strict=True))

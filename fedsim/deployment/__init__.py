@@ -1,0 +1,17 @@
+"""Deployment: the algorithm of a simulation on real processes that talk over Flower's network.
+
+The server's part of a round runs in one process, and the clients at nodes, which keep their data and their memories. See
+`docs/deployment.md`.
+"""
+
+from fedsim.deployment._deploy import check_deployable as check_deployable
+from fedsim.deployment._deploy import check_options as check_options
+from fedsim.deployment._deploy import deploy as deploy
+from fedsim.deployment._deploy import deployed_nodes as deployed_nodes
+from fedsim.deployment._deployed import Deployed as Deployed
+from fedsim.deployment._encoding import decode as decode
+from fedsim.deployment._encoding import encode as encode
+from fedsim.deployment._node import Node as Node
+from fedsim.deployment._nodes import NodeError as NodeError
+from fedsim.deployment._nodes import Nodes as Nodes
+from fedsim.deployment._nodes import Replies as Replies

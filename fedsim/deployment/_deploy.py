@@ -1,0 +1,166 @@
+"""`deploy`, which trains on nodes that are processes of their own, and `check_deployable`, which says what cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fedsim import checks
+from fedsim.aggregators import Noised, StackAggregator
+from fedsim.algorithm import Algorithm
+from fedsim.configuration import Experiment, RunConfig, Settings, build
+from fedsim.deployment._deployed import Deployed
+from fedsim.deployment._flower import FlowerNodes, check_flower
+from fedsim.durable_files import replace_text
+from fedsim.experiment import Result, run_experiment
+from fedsim.experiment.driving import DEPLOYMENT, Checkpoints, is_personal
+from fedsim.samplers import checked_cohort
+
+_SIMULATE = "simulate it (fedsim run)"
+
+
+def deploy(
+    config: RunConfig, settings: Settings, *, nodes: int = 2, port: int | None = None, wait: float = 120.0, table: bool = True
+) -> Result:
+    """Trains on nodes that are processes of their own on this machine and talk over Flower's network.
+
+    Args:
+      config: the configuration of the run.
+      settings: how it is executed and reported, with a folder. A run in this folder is continued.
+      nodes: the number of nodes, each with a share of the clients.
+      port: of Flower's SuperLink; None chooses a free one.
+      wait: the most seconds until all nodes have come.
+      table: whether to print the closing table.
+
+    Raises:
+      ImportError: Flower is not installed.
+      ValueError: the run cannot be deployed, or the folder has a run that was not deployed, or on other nodes.
+      ConnectionError: nodes do not come, report an error, or are all lost.
+
+    >>> deploy(RunConfig(attack="sign_flip"), Settings(folder="runs/a"), nodes=2)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected a run that can be deployed, got attack='sign_flip': simulate it (fedsim run), or leave it out.
+    """
+    check_options(config, settings)
+    checks.whole(1, nodes=nodes)
+    check_flower()
+    assert settings.folder is not None
+    folder = Path(settings.folder)
+    commands = [[sys.executable, "-m", "fedsim.deployment", str(folder / "nodes" / "node.json"), str(i)] for i in range(nodes)]
+    network = FlowerNodes(commands, port=port, wait=wait)
+    execution = Deployed(nodes=network, folder=folder)
+    built = build(config, settings, execution)
+    check_deployable(built, nodes)
+    _prepare(folder, config, settings, nodes)
+    with _terminated(), network:
+        execution.check(checked_cohort(built.sampler, 0))
+        return run_experiment(built, config, settings, progress=settings.progress, table=table)
+
+
+def check_options(config: RunConfig, settings: Settings) -> None:
+    """Raises ``ValueError`` if options of a run have no meaning in a deployment.
+
+    >>> check_options(RunConfig(), Settings(folder="runs/a"))
+    >>> check_options(RunConfig(message_loss=0.1), Settings(folder="runs/a"))
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected a run that can be deployed, got message_loss=0.1: simulate it (fedsim run), or leave it out.
+    """
+    if settings.folder is None:
+        raise ValueError("Expected a folder for a deployment, got folder=None: give one.")
+    given = {name: getattr(config, name) for name in (*config.clock_options, "attack", "topology") if getattr(config, name)}
+    for name, value in given.items():
+        raise ValueError(f"Expected a run that can be deployed, got {name}={value!r}: {_SIMULATE}, or leave it out.")
+    speed = {name: getattr(settings, name) for name in ("execution", "devices", "mesh", "memory")}
+    allowed: dict[str, tuple[Any, ...]] = {
+        "execution": ("auto", "jit"), "devices": (None, 1), "mesh": (None,), "memory": ("auto", "resident")
+    }  # fmt: skip
+    for name, value in speed.items():
+        if value not in allowed[name]:
+            raise ValueError(
+                f"Expected nodes that use one device each and hold their examples on it, got {name}={value!r}: leave it out."
+            )
+
+
+def check_deployable(built: Experiment, nodes: int) -> None:
+    """Raises ``ValueError`` if a run cannot be deployed on so many nodes; the error says why and what to do.
+
+    >>> check_deployable(build(RunConfig(algorithm="fedadam"), Settings()), nodes=2)
+    >>> check_deployable(build(RunConfig(aggregator="krum(attackers=1)"), Settings()), nodes=2)
+    Traceback (most recent call last):
+    ...
+    ValueError: Krum cannot be deployed, because it needs every single update and nodes send sums: simulate it (fedsim run).
+    """
+    algorithm, data = built.algorithm, checked_cohort(built.sampler, 0).data
+    name = type(algorithm).__name__
+    reason = ""
+    if hasattr(algorithm, "topology"):
+        reason = "it has no server"
+    elif type(algorithm).apply is not Algorithm.apply:
+        reason = "its rounds are loops in Python, of which the clients' part cannot be sent to nodes"
+    elif algorithm.staleness is not None:
+        reason = "its clients start from models of earlier rounds"
+    elif is_personal(algorithm):
+        reason = "clients have models of their own, which stay at the nodes, so the server cannot evaluate them"
+    aggregator: Any = algorithm.aggregator
+    while not reason and aggregator is not None:
+        if isinstance(aggregator, StackAggregator):
+            name, reason = type(aggregator).__name__, "it needs every single update and nodes send sums"
+        elif isinstance(aggregator, Noised):
+            name, reason = type(aggregator).__name__, "nodes would send sums without its noise, which the server adds"
+        aggregator = getattr(aggregator, "inner", None)
+    if reason:
+        raise ValueError(f"{name} cannot be deployed, because {reason}: {_SIMULATE}.")
+    if nodes > data.num_clients:
+        raise ValueError(f"Expected nodes <= {data.num_clients} (the clients), got nodes={nodes}: use fewer.")
+
+
+def deployed_nodes(folder: str | Path) -> int | None:
+    """Returns the number of nodes of the deployment in a run folder; None if it is not that of a deployment.
+
+    >>> deployed_nodes("no such folder") is None
+    True
+    """
+    path = Path(folder) / DEPLOYMENT
+    return int(json.loads(path.read_text(encoding="utf-8"))["nodes"]) if path.exists() else None
+
+
+def _prepare(folder: Path, config: RunConfig, settings: Settings, nodes: int) -> None:
+    """Writes what the workers of nodes read, and that this is a deployment."""
+    known = deployed_nodes(folder)
+    if known is None and Checkpoints(folder / "checkpoints").rounds():
+        raise ValueError(
+            f"The run in {folder} was not deployed, so its nodes have nothing to go on with: choose another folder."
+        )
+    if known not in (None, nodes):
+        raise ValueError(f"Expected nodes={known}, as the run in {folder} has, got nodes={nodes}: the clients belong to these.")
+    (folder / "nodes").mkdir(parents=True, exist_ok=True)
+    replace_text(folder / DEPLOYMENT, json.dumps({"nodes": nodes}) + "\n")
+    own = dataclasses.asdict(dataclasses.replace(settings, execution="jit", devices=None))
+    given = {"config": dataclasses.asdict(config), "settings": own, "nodes": nodes, "folder": str(folder.absolute() / "nodes")}
+    replace_text(folder / "nodes" / "node.json", json.dumps(given) + "\n")
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[None]:
+    """Makes SIGTERM an exception, so that all processes are ended first."""
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        before = signal.signal(signal.SIGTERM, leave)
+    except ValueError:  # Python allows signal handlers only in the main thread.
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

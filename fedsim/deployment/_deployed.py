@@ -1,0 +1,173 @@
+"""`Deployed`: rounds whose clients run at nodes, other processes that keep the clients' data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import rng
+from fedsim.data import Cohort, population_identity
+from fedsim.deployment._encoding import decode, encode
+from fedsim.deployment._node import leaves_of, versions
+from fedsim.deployment._nodes import Blobs, NodeError, Nodes, Replies
+from fedsim.durable_files import replace_text
+from fedsim.execution import DividedRound, Execution, check_cohorts, remembered
+from fedsim.rounds import FederatedAlgorithm, RoundInfo, State, kept_with, server_state
+from fedsim.saved_arrays import checkpoint_rounds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deployed(Execution):
+    """Runs the server's part of rounds here, and the clients at nodes.
+
+    A client belongs to the node whose number is its position in the population modulo the number of nodes. Each node adds the
+    updates of its clients, those with most steps first, and the server adds these sums in the order of the nodes. If a node
+    does not answer, its clients take no step in this round, and a warning says so.
+
+    Attributes:
+      nodes: the nodes, which run.
+      folder: the run folder; its file ``deliveries.jsonl`` has a line for each round: which nodes have answered, and the time.
+
+    Raises:
+      NodeError: no node has answered, or a node reports an error.
+
+    Two nodes in this process:
+
+    >>> import tempfile, fedsim
+    >>> from fedsim.deployment import Node
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
+    >>> sampler, folder = fedsim.UniformSampler(data, clients=2, seed=0), Path(tempfile.mkdtemp())
+    >>> both = [Node(fedsim.algorithms.Histogram(bins=2), sampler, number, 2, folder / str(number)) for number in range(2)]
+    >>> class Near(Nodes):
+    ...     count = 2
+    ...     def ask(self, requests):
+    ...         return Replies({number: both[number].answer(blobs) for number, blobs in requests.items()}, {})
+    >>> algorithm = fedsim.algorithms.Histogram(bins=2, execution=Deployed(nodes=Near(), folder=folder))
+    >>> algorithm.apply(algorithm.init(jax.random.key(0)), sampler.cohort(0))[0].counts.tolist()
+    [0, 1, 2, 0]
+    """
+
+    nodes: Nodes = dataclasses.field(repr=False)
+    folder: Path
+    keeps_memories: ClassVar[bool] = False
+
+    def check(self, cohort: Cohort) -> None:
+        """Compares what the nodes say of themselves with the server.
+
+        Raises:
+          NodeError: a node does not answer, has other versions of fedsim and JAX, or other data.
+        """
+        expected = {"versions": versions(), "population": population_identity(cohort.data)}
+        expected = json.loads(json.dumps(expected))
+        for number, facts in self.nodes.introductions().items():
+            for name, own in expected.items():
+                for what in own:
+                    if (theirs := facts[name].get(what)) != own[what]:
+                        raise NodeError(
+                            f"Expected {what}={own[what]!r} at node {number}, as at the server, got {theirs!r}: use the same "
+                            "versions and the same dataset at the server and at all nodes."
+                        )
+
+    def run(
+        self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
+    ) -> tuple[State, RoundInfo]:
+        infos = []
+        for cohort in cohorts:
+            state, info = self.run_one(algorithm, state, cohort)
+            infos.append(info)
+        return state, jax.tree.map(lambda *rows: jnp.stack(rows), *infos)
+
+    def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
+        check_cohorts(algorithm, [cohort])
+        if cohort.attack is not None or cohort.arrivals is not None:
+            raise ValueError(
+                "Expected a cohort without attackers and without clients of earlier rounds, got one with them: simulate it "
+                "(fedsim run)."
+            )
+        state, key = remembered(algorithm, state, cohort.data), rng.typed(cohort.key)
+        rounds = kept_with(algorithm).setdefault("divided rounds", {})
+        if (cohort.slots, key.dtype) not in rounds:
+            made = DividedRound(algorithm, server_state(state), cohort.data, slots=cohort.slots, key=key.dtype)
+            rounds[cohort.slots, key.dtype] = made
+        round = rounds[cohort.slots, key.dtype]
+        sent = round.begin(state, cohort)
+        shared, of_clients = leaves_of(sent.operands)
+        slots_of = [np.flatnonzero(cohort.clients % self.nodes.count == number) for number in range(self.nodes.count)]
+        blob, record = encode(shared, {}), _Deliveries(self.folder, cohort.round)
+        requests: dict[int, Blobs] = {}
+        for number, slots in enumerate(slots_of):
+            if len(slots):
+                own = [leaf[slots] for leaf in of_clients] + ([] if cohort.work is None else [cohort.work[slots]])
+                facts = {"round": cohort.round, "slots": cohort.slots, "has_work": cohort.work is not None}
+                memories = {"answered": record.answered(number), "saved": checkpoint_rounds(self.folder / "checkpoints")}
+                requests[number] = {"shared": blob, "clients": encode(own, facts | memories)}
+        began = time.perf_counter()
+        replies, lost = self.nodes.ask(requests) if requests else Replies({}, {})
+        seconds = time.perf_counter() - began
+        answers, facts_of = {}, {}
+        for number, reply in replies.items():
+            leaves, facts_of[number] = decode(reply)
+            if "error" in facts_of[number]:
+                raise NodeError(f"Node {number}: {facts_of[number]['error']}")
+            answers[number] = round.answer_of(leaves)
+        for number, reason in lost.items():
+            warnings.warn(
+                f"Node {number} did not answer in round {cohort.round + 1}, because {reason}: the updates of its "
+                f"{len(slots_of[number])} clients do not count.",
+                stacklevel=2,
+            )
+        if requests and not answers:
+            raise NodeError(
+                f"No node has answered in round {cohort.round + 1}: {next(iter(lost.values()))}. The rounds before are saved: "
+                "fedsim resume FOLDER starts the nodes again."
+            )
+        record.write(
+            answers, lost, seconds, {number: facts["seconds"] for number, facts in facts_of.items()}, requests, replies
+        )
+        return round.end(state, cohort, sent, answers, slots_of)
+
+
+class _Deliveries:
+    """The file that says which nodes have answered in which round.
+
+    Args:
+      folder: of the run.
+      rounds: the number of rounds before this one. Lines of later ones are of rounds that run again.
+    """
+
+    def __init__(self, folder: Path, rounds: int) -> None:
+        self._path, self._round = folder / "deliveries.jsonl", rounds + 1
+        self._lines: list[dict[str, Any]] = []
+        if self._path.exists():
+            self._lines = [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
+        self._lines = [line for line in self._lines if line["round"] < self._round]
+
+    def answered(self, number: int) -> list[int]:
+        """Returns the rounds in which the answer of this node has arrived, counted from 1."""
+        return [line["round"] for line in self._lines if number in line["answered"]]
+
+    def write(
+        self, answers: Iterable[int], lost: Mapping[int, str], seconds: float, of_nodes: Mapping[int, float],
+        requests: Mapping[int, Blobs], replies: Mapping[int, bytes],
+    ) -> None:  # fmt: skip
+        """Writes the line of this round before its result is used."""
+        line = {
+            "round": self._round,
+            "answered": sorted(answers),
+            "lost": {str(number): reason for number, reason in lost.items()},
+            "seconds": round(seconds, 3),
+            "seconds_of_nodes": {str(number): round(own, 3) for number, own in of_nodes.items()},
+            "bytes_down": sum(len(blob) for blobs in requests.values() for blob in blobs.values()),
+            "bytes_up": sum(map(len, replies.values())),
+        }
+        self._lines.append(line)
+        replace_text(self._path, "".join(json.dumps(line) + "\n" for line in self._lines))

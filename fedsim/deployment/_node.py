@@ -1,0 +1,197 @@
+"""`Node`: the part of a federation that has some of the clients, with their data and what they keep between rounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedsim import rng
+from fedsim._version import __version__
+from fedsim.algorithm import Algorithm
+from fedsim.configuration import RunConfig, Settings, build
+from fedsim.data import ClientRows, Cohort, population_identity
+from fedsim.deployment import _relay
+from fedsim.deployment._encoding import decode, encode
+from fedsim.deployment._nodes import Blobs
+from fedsim.execution import DividedRound
+from fedsim.experiment.driving import Checkpoints, rows_identity
+from fedsim.rounds import FederatedState, Operands
+from fedsim.samplers import Sampler, checked_cohort
+
+# What all clients of a round get, beside what is known of each client.
+_SHARED = ("server_memory", "work", "zero", "accumulate", "merge")
+
+
+class Node:
+    """Some of the clients: those whose positions in the population are ``number``, ``number + nodes``, and so on.
+
+    Args:
+      algorithm: that of the server.
+      sampler: of the population, of which the node keeps the examples of its own clients.
+      number: of the node, from 0.
+      nodes: how many there are.
+      folder: where the node stores what its clients keep, so that it survives the node's process.
+
+    A node answers in bytes what it is asked in bytes:
+
+    >>> import tempfile, fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
+    >>> algorithm, sampler = fedsim.algorithms.Histogram(bins=2), fedsim.UniformSampler(data, clients=2, seed=0)
+    >>> node = Node(algorithm, sampler, 1, 2, Path(tempfile.mkdtemp()))
+    >>> decode(node.answer({"clients": encode([], {"ask": "who"})}))[1]["node"], node.data.client_ids
+    (1, ['1'])
+    """
+
+    def __init__(self, algorithm: Algorithm, sampler: Sampler, number: int, nodes: int, folder: Path) -> None:
+        data = checked_cohort(sampler, 0).data
+        algorithm.check(data)
+        self.number, self._algorithm = number, algorithm
+        self._facts = {"node": number, "versions": versions(), "population": population_identity(data)}
+        self.data = data.select(data.client_ids[number::nodes])
+        self._nodes = nodes
+        self._server = jax.eval_shape(algorithm.init, jax.random.key(0))
+        self._rounds: dict[Any, DividedRound] = {}
+        self._folder = folder
+        self._checkpoints: Checkpoints | None = None
+        self._memories: tuple[int, ClientRows | None] | None = None  # and the number of the rounds after which they are these
+
+    def answer(self, blobs: Blobs) -> bytes:
+        """Returns the answer to a message of the server; an error becomes an answer that says it."""
+        began = time.perf_counter()
+        try:
+            _, facts = decode(blobs["clients"])
+            if facts.get("ask") == "who":
+                return encode([], self._facts)
+            arrays = self._run(blobs, facts)
+        except Exception as error:
+            return encode([], {"node": self.number, "error": f"{type(error).__name__}: {error}"})
+        return encode(arrays, {"node": self.number, "seconds": time.perf_counter() - began})
+
+    def _run(self, blobs: Blobs, facts: Mapping[str, Any]) -> list[Any]:
+        """Runs the clients of a message; returns the leaves of the `fedsim.execution.Answer`."""
+        (of_clients, _), (shared, _) = decode(blobs["clients"]), decode(blobs["shared"])
+        work = of_clients.pop() if facts["has_work"] else None
+        key = of_clients[-1].dtype
+        if (facts["slots"], key) not in self._rounds:
+            made = DividedRound(self._algorithm, self._server, self.data, slots=facts["slots"], key=key)
+            self._rounds[facts["slots"], key] = made
+        round = self._rounds[facts["slots"], key]
+        operands = operands_of(round, shared, of_clients)
+        own, at = np.asarray(operands.clients.position), facts["round"]
+        cohort = Cohort(self.data, own // self._nodes, at, rng.root(0), work=work)
+        if (own % self._nodes != self.number).any() or (cohort.sizes != np.asarray(operands.clients.size)).any():
+            raise ValueError(
+                f"Expected the clients of node {self.number}, with as many examples as the server knows, got others: use the "
+                "same dataset at the server and at all nodes."
+            )
+        memories = self._memories_after(at, round, facts)
+        answer, memories = round.run_clients(operands, cohort, memories)
+        if memories is not None and self._checkpoints is not None:
+            self._checkpoints.save(at + 1, FederatedState((), memories))
+        self._memories = at + 1, memories
+        return jax.tree.leaves(answer)
+
+    def _memories_after(self, rounds: int, round: DividedRound, facts: Mapping[str, Any]) -> ClientRows | None:
+        """Returns what the clients keep after so many rounds: after the last one whose answer has reached the server.
+
+        The states that the server may go back to stay on the disk: those of its checkpoints, and all later ones.
+        """
+        if round.memory_shapes == ():
+            return None
+        like = FederatedState((), ClientRows.empty(round.memory_shapes, self.data.num_clients))
+        if self._checkpoints is None:
+            self._checkpoints = Checkpoints(self._folder, rows_identity(self._algorithm, self.data))
+            if self._checkpoints.rounds():
+                self._checkpoints.newest(like)  # It protects the rows that the others refer to.
+        known = [version for version in self._checkpoints.rounds() if version <= rounds and version in facts["answered"]]
+        saved = [version for version in facts["saved"] if version <= rounds]
+        kept = {max((version for version in known if version <= at), default=0) for at in (*saved, rounds)}
+        kept |= {version for version in known if version >= max(saved, default=0)}
+        if self._checkpoints.rounds():
+            self._checkpoints.keep_only(kept)
+        if not known:
+            return like.clients
+        if self._memories is None or self._memories[0] != known[-1]:
+            self._memories = known[-1], self._checkpoints.load(known[-1], like).clients
+        return self._memories[1]
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions on which the program of a round depends.
+
+    >>> sorted(versions())
+    ['fedsim', 'jax']
+    """
+    return {"fedsim": __version__, "jax": jax.__version__}
+
+
+def leaves_of(operands: Operands) -> tuple[list[Any], list[Any]]:
+    """Returns the leaves of what all clients get, and of what is known of each client."""
+    return jax.tree.leaves([getattr(operands, name) for name in _SHARED]), jax.tree.leaves(operands.clients)
+
+
+def operands_of(round: DividedRound, shared: Sequence[Any], of_clients: Sequence[Any]) -> Operands:
+    """Returns the inverse of `leaves_of`.
+
+    Raises:
+      ValueError: the leaves are not those of this round.
+    """
+    like = round.operand_shapes
+    given = [jax.tree.structure([getattr(like, name) for name in _SHARED]), jax.tree.structure(like.clients)]
+    expected, _ = leaves_of(like)
+    if [(x.shape, str(x.dtype)) for x in shared] != [(x.shape, str(x.dtype)) for x in expected]:
+        raise ValueError(
+            "Expected what the server's round sends, got arrays of other shapes: use the same configuration, and the same "
+            "versions of fedsim and JAX, at the server and at all nodes."
+        )
+    values = dict(zip(_SHARED, jax.tree.unflatten(given[0], shared), strict=True))
+    return like._replace(**values, clients=jax.tree.unflatten(given[1], of_clients), rows=())
+
+
+def serve(node: Node, path: str) -> None:
+    """Answers the messages that arrive at a Unix socket, one after another, until the process that started this one ends."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    # The socket exists when it accepts connections, so it is moved to its path.
+    with Listener(f"{path}.new", "AF_UNIX") as listener:
+        os.rename(f"{path}.new", path)
+        while True:
+            with listener.accept() as connection:
+                try:
+                    _, blobs = _relay.receive(connection)
+                    _relay.send(connection, {}, {"reply": node.answer(blobs)})
+                except (EOFError, ConnectionError):
+                    continue  # Flower has ended the process of the app.
+
+
+def main(arguments: Sequence[str], load: Callable[..., Any] = build) -> int:
+    """Runs a node: its arguments are a file with the configuration, the node's number, and the path of its socket."""
+    file, number, path = arguments
+    given = json.loads(Path(file).read_text(encoding="utf-8"))
+    config, settings = RunConfig.from_json(given["config"]), Settings.from_json(given["settings"])
+    try:
+        built = load(config, settings)
+        folder = Path(given["folder"]) / number
+        node = Node(built.algorithm, built.sampler, int(number), given["nodes"], folder)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    del built
+    serve(node, path)
+    return 0

@@ -1,0 +1,189 @@
+"""Deployment: the server's and the clients' part of a round, messages, memories of nodes, refusals; two nodes over Flower."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import deployment
+from fedsim.configuration import Experiment
+from fedsim.deployment import Deployed, Node, NodeError, Nodes, Replies
+from fedsim.experiment import RunConfig, Settings, build
+
+
+class NearNodes(Nodes):
+    """Nodes in this process. Those in ``dead`` do not answer; those in ``unheard`` work, and their answers get lost."""
+
+    def __init__(self, make, folder, count):
+        self.count, self.make, self.folder = count, make, folder
+        self.dead, self.unheard = set(), set()
+        self.start()
+
+    def start(self):
+        folders = [self.folder / "nodes" / f"{number}" for number in range(self.count)]
+        self.nodes = [Node(*self.make(), number, self.count, folder) for number, folder in enumerate(folders)]
+
+    def ask(self, requests):
+        answers = {number: self.nodes[number].answer(blobs) for number, blobs in requests.items() if number not in self.dead}
+        lost = {number: "it is away" for number in requests if number in self.dead | self.unheard}
+        return Replies({number: reply for number, reply in answers.items() if number not in lost}, lost)
+
+
+def federation(algorithm: str, **options):
+    """Returns an algorithm on the digits, and a sampler of six of its clients."""
+    data = fedsim.datasets.load("digits(clients=12)").train
+    options |= {"server_learning_rate": 0.01} if algorithm == "FedAdam" else {}
+    made = getattr(fedsim.algorithms, algorithm)(
+        model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10),
+        execution=fedsim.Jit(), **options,
+    )  # fmt: skip
+    return made, fedsim.UniformSampler(data, clients=6, seed=0)
+
+
+def deployed(algorithm, folder, nodes):
+    return dataclasses.replace(algorithm, execution=Deployed(nodes=nodes, folder=folder))
+
+
+def largest_difference(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", ["SCAFFOLD", "FedAdam", "FedAvg"])
+def test_a_deployed_run_ends_as_a_simulated_one(name, tmp_path):
+    algorithm, sampler = federation(name)
+    nodes = NearNodes(lambda: federation(name), tmp_path, 2)
+    apart = deployed(algorithm, tmp_path, nodes)
+    apart.execution.check(sampler.cohort(0))
+    state = other = algorithm.init(jax.random.key(0))
+    for round in range(4):
+        state, info = algorithm.apply(state, sampler.cohort(round))
+        if round == 2:
+            nodes.start()  # What clients keep survives a restart of the nodes.
+        other, got = apart.apply(other, sampler.cohort(round))
+        assert jax.tree.all(jax.tree.map(lambda x, y: np.allclose(x, y, atol=1e-5), info, got))
+    assert largest_difference(state.params, other.params) < 1e-6
+    lines = [json.loads(line) for line in (tmp_path / "deliveries.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["answered"] == [0, 1] and not line["lost"] for line in lines)
+
+
+@pytest.mark.slow
+def test_with_one_node_the_bits_are_those_of_one_device(tmp_path):
+    algorithm, sampler = federation("FedAvg")
+    apart = deployed(algorithm, tmp_path, NearNodes(lambda: federation("FedAvg"), tmp_path, 1))
+    state = other = algorithm.init(jax.random.key(0))
+    for round in range(3):
+        state, _ = algorithm.apply(state, sampler.cohort(round))
+        other, _ = apart.apply(other, sampler.cohort(round))
+    assert largest_difference(state.params, other.params) == 0
+
+
+@pytest.mark.slow
+def test_clients_of_a_lost_node_take_no_step(tmp_path):
+    """In round 2 the answer of node 1 is lost: the result is that of a round with the other clients alone."""
+    algorithm, sampler = federation("SCAFFOLD")
+    nodes = NearNodes(lambda: federation("SCAFFOLD"), tmp_path, 2)
+    apart = deployed(algorithm, tmp_path, nodes)
+    state = other = algorithm.init(jax.random.key(0))
+    for round in range(4):
+        cohort, nodes.unheard = sampler.cohort(round), {1} if round == 1 else set()
+        work = np.where((round == 1) & (cohort.clients % 2 == 1), 0, 1).astype(np.float32)
+        state, info = algorithm.apply(state, dataclasses.replace(cohort, work=work))
+        if nodes.unheard:
+            with pytest.warns(UserWarning, match="Node 1 did not answer in round 2, because it is away: the updates of its"):
+                other, got = apart.apply(other, cohort)
+        else:
+            other, got = apart.apply(other, cohort)
+        assert int(got.num_aggregated) == int(info.num_aggregated)
+        assert got.clients["num_steps"].tolist() == info.clients["num_steps"].tolist()
+    assert largest_difference(state.params, other.params) < 1e-6
+    nodes.dead = {0, 1}
+    with (
+        pytest.warns(UserWarning, match="did not answer"),
+        pytest.raises(NodeError, match="No node has answered in round 5: it is away"),
+    ):
+        apart.apply(other, sampler.cohort(4))
+
+
+@pytest.mark.slow
+def test_rounds_that_run_again_have_the_memories_of_before(tmp_path):
+    """As after a resume from an earlier checkpoint."""
+    algorithm, sampler = federation("SCAFFOLD")
+    apart = deployed(algorithm, tmp_path, NearNodes(lambda: federation("SCAFFOLD"), tmp_path, 2))
+    state, states = algorithm.init(jax.random.key(0)), []
+    for round in range(4):
+        states.append(state)
+        state, _ = apart.apply(state, sampler.cohort(round))
+    again = states[2]
+    for round in (2, 3):
+        again, _ = apart.apply(again, sampler.cohort(round))
+    assert largest_difference(state.params, again.params) == 0
+
+
+def test_a_node_reports_its_errors_and_other_data(tmp_path):
+    algorithm, sampler = federation("FedAvg")
+    other = fedsim.datasets.load("digits(clients=13)").train
+    nodes = NearNodes(lambda: (algorithm, fedsim.UniformSampler(other, clients=6, seed=0)), tmp_path, 2)
+    apart = deployed(algorithm, tmp_path, nodes)
+    with pytest.raises(NodeError, match=r"Expected clients=12 at node 0, as at the server, got 13: use the same versions"):
+        apart.execution.check(sampler.cohort(0))
+    with pytest.raises(NodeError, match="Node 0: ValueError: Expected the clients of node 0, with as many examples"):
+        apart.apply(algorithm.init(jax.random.key(0)), sampler.cohort(0))
+
+
+def test_messages_keep_every_dtype():
+    arrays = [
+        jnp.array([1.5, -2.0], jnp.bfloat16), jnp.array([0.5], jnp.float8_e4m3fn), np.array([[True, False]]), np.zeros([0, 3]),
+        np.float32(3), np.arange(4, dtype=np.uint32), jax.random.split(jax.random.key(1), 3),
+    ]  # fmt: skip
+    message = deployment.encode(arrays, {"round": 3})
+    decoded, facts = deployment.decode(message)
+    assert facts == {"round": 3}
+    for one, other in zip(arrays, decoded, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert bool(jnp.all(one == other))
+    for damaged in (message[:-1], message + b"x", b"", b"other" + message):
+        with pytest.raises(ValueError, match="Expected a message of fedsim, got"):
+            deployment.decode(damaged)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attack": "sign_flip"}, "got attack='sign_flip': simulate it"),
+        ({"response_timeout": 3.0}, "got response_timeout=3.0: simulate it"),
+        ({"algorithm": "dpsgd"}, "DPSGD cannot be deployed, because it has no server"),
+        ({"algorithm": "fedper"}, "FedPer cannot be deployed, because clients have models of their own"),
+        ({"aggregator": "coordinate_median"}, "CoordinateMedian cannot be deployed, because it needs every single update"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused(options, message):
+    config, settings = RunConfig(**options), Settings(folder="no folder")
+    with pytest.raises(ValueError, match=message):  # noqa: PT012 (either may refuse)
+        deployment.check_options(config, settings)
+        deployment.check_deployable(build(config, settings), 2)
+
+
+def test_noise_of_the_server_is_refused():
+    algorithm, sampler = federation("FedAvg", aggregator=fedsim.aggregators.Noised(0.5, inner=fedsim.aggregators.Clipped(1.0)))
+    with pytest.raises(ValueError, match="Noised cannot be deployed, because nodes would send sums without its noise"):
+        deployment.check_deployable(Experiment(algorithm, sampler, sampler.data), 2)
+
+
+def test_rounds_with_several_calls_are_refused(tmp_path):
+    data = fedsim.datasets.load("digits(clients=12)").train
+    algorithm = fedsim.algorithms.Mime(
+        model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10)
+    )
+    apart = deployed(algorithm, tmp_path, NearNodes(lambda: federation("FedAvg"), tmp_path, 2))
+    with pytest.raises(ValueError, match="Expected a round with a single clients.aggregate, got Mime with the calls"):
+        apart.apply(algorithm.init(jax.random.key(0)), fedsim.UniformSampler(data, clients=6, seed=0).cohort(0))
