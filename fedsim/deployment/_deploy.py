@@ -53,6 +53,7 @@ def deploy(
     check_flower()
     assert settings.folder is not None
     folder = Path(settings.folder)
+    _check_folder(folder, nodes)
     commands = [[sys.executable, "-m", "fedsim.deployment", str(folder / "nodes" / "node.json"), str(i)] for i in range(nodes)]
     network = FlowerNodes(commands, port=port, wait=wait)
     execution = Deployed(nodes=network, folder=folder)
@@ -132,8 +133,8 @@ def deployed_nodes(folder: str | Path) -> int | None:
     return int(json.loads(path.read_text(encoding="utf-8"))["nodes"]) if path.exists() else None
 
 
-def _prepare(folder: Path, config: RunConfig, settings: Settings, nodes: int) -> None:
-    """Writes what the workers of nodes read, and that this is a deployment."""
+def _check_folder(folder: Path, nodes: int) -> None:
+    """Raises ``ValueError`` if a folder has a run that nodes cannot go on with."""
     known = deployed_nodes(folder)
     if known is None and Checkpoints(folder / "checkpoints").rounds():
         raise ValueError(
@@ -141,6 +142,10 @@ def _prepare(folder: Path, config: RunConfig, settings: Settings, nodes: int) ->
         )
     if known not in (None, nodes):
         raise ValueError(f"Expected nodes={known}, as the run in {folder} has, got nodes={nodes}: the clients belong to these.")
+
+
+def _prepare(folder: Path, config: RunConfig, settings: Settings, nodes: int) -> None:
+    """Writes what the workers of nodes read, and that this is a deployment."""
     (folder / "nodes").mkdir(parents=True, exist_ok=True)
     replace_text(folder / DEPLOYMENT, json.dumps({"nodes": nodes}) + "\n")
     own = dataclasses.asdict(dataclasses.replace(settings, execution="jit", devices=None))

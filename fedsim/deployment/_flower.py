@@ -97,6 +97,9 @@ class FlowerNodes(Nodes):
     def ask(self, requests: Mapping[int, Blobs]) -> Replies:
         asked, replies, lost = {}, {}, {}
         for number, blobs in requests.items():
+            if reason := self._why_dead(number):
+                lost[number] = reason
+                continue
             message = self._of_relay({"do": "send", "node": self._ids[number]}, blobs)["message"]
             if message is None:
                 lost[number] = "Flower refused the message"

@@ -65,8 +65,8 @@ class DividedRound:
     """A round as two parts: the server's, and that of clients which are in another process.
 
     Both processes trace the same round, and exchange only arrays: the operands of the call of the clients, and for each
-    process the accumulator with the updates of its clients, and their entries. Accumulators are merged in the order in which
-    they are given, so the sums are those of as many devices, whose clients are those of the processes.
+    process the accumulator with the updates of its clients, and their entries. Accumulators are merged in the order of the
+    processes' numbers.
 
     Args:
       algorithm: with a round of a single ``clients.aggregate``.
@@ -145,6 +145,7 @@ class DividedRound:
 
     def begin(self, state: State, cohort: Cohort) -> Sent:
         """Runs the server up to the call of the clients."""
+        self._traced.check(cohort, self._options)
         plan = self._plan(cohort)
         operands, live = self._begin(*self._arguments(state, cohort, plan))
         return Sent(operands, live, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -23,7 +24,7 @@ class NearNodes(Nodes):
 
     def __init__(self, make, folder, count):
         self.count, self.make, self.folder = count, make, folder
-        self.dead, self.unheard = set(), set()
+        self.dead, self.unheard, self.last, self.asked = set(), set(), None, 0
         self.start()
 
     def start(self):
@@ -31,6 +32,9 @@ class NearNodes(Nodes):
         self.nodes = [Node(*self.make(), number, self.count, folder) for number, folder in enumerate(folders)]
 
     def ask(self, requests):
+        self.asked += 1
+        if self.last is not None and self.asked > self.last:
+            return Replies({}, dict.fromkeys(requests, "it is away"))
         answers = {number: self.nodes[number].answer(blobs) for number, blobs in requests.items() if number not in self.dead}
         lost = {number: "it is away" for number in requests if number in self.dead | self.unheard}
         return Replies({number: reply for number, reply in answers.items() if number not in lost}, lost)
@@ -127,6 +131,31 @@ def test_rounds_that_run_again_have_the_memories_of_before(tmp_path):
     for round in (2, 3):
         again, _ = apart.apply(again, sampler.cohort(round))
     assert largest_difference(state.params, again.params) == 0
+
+
+@pytest.mark.slow
+def test_a_run_whose_nodes_were_lost_is_continued(tmp_path):
+    algorithm, sampler = federation("SCAFFOLD")
+    states = []
+    for name in ("whole", "in two parts"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "deployment.json").write_text('{"nodes": 2}')
+        nodes = NearNodes(lambda: federation("SCAFFOLD"), folder, 2)
+        run = functools.partial(
+            fedsim.experiment.run, deployed(algorithm, folder, nodes), sampler, rounds=5, folder=folder, checkpoint_every=1,
+            rounds_per_dispatch=1, progress=False,
+        )  # fmt: skip
+        if name != "whole":
+            nodes.last = 3
+            with pytest.warns(UserWarning, match="did not answer in round 4"), pytest.raises(NodeError, match="round 4"):
+                run()
+            nodes.last = None
+            nodes.start()
+        states.append(run().state)
+    assert largest_difference(states[0].params, states[1].params) == 0
+    with pytest.raises(ValueError, match="keep between rounds is at its nodes: continue it with `fedsim resume`"):
+        fedsim.experiment.restore(folder, algorithm, data=sampler.data)
 
 
 def test_a_node_reports_its_errors_and_other_data(tmp_path):

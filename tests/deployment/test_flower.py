@@ -1,0 +1,137 @@
+"""Two nodes over Flower's network on this machine: the result, a killed node, Ctrl-C, and what is left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from fedsim.experiment import RunConfig, Settings, build, read_config, run_experiment
+from fedsim.experiment.driving import Checkpoints
+from fedsim.saved_arrays import checkpoint_folder, read_arrays
+
+NEEDS_FLOWER = pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed")
+
+
+@pytest.fixture
+def short_folder():
+    """A folder for the files of the network: the paths of Unix sockets are short."""
+    folder = Path(tempfile.mkdtemp(prefix="f-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def started(temporary, *arguments):
+    command = [sys.executable, "-m", "fedsim", *arguments]
+    return subprocess.Popen(command, env=os.environ | {"TMPDIR": str(temporary)}, stderr=subprocess.PIPE, text=True)
+
+
+def left_behind(temporary):
+    """Returns the processes that have been started with this folder for temporary files."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR") == str(temporary) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def deliveries(folder):
+    path = folder / "deliveries.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@NEEDS_FLOWER
+@pytest.mark.slow
+def test_two_nodes_train_and_one_is_killed(tmp_path, short_folder):
+    folder, near = tmp_path / "far", tmp_path / "near"
+    options = ["--nodes", "2", "--algorithm", "scaffold", "--rounds", "2", "--no-progress", "--folder"]
+    process = started(short_folder, "deploy", *options, str(folder))
+    assert process.wait(timeout=300) == 0, process.stderr.read()
+    assert [line["answered"] for line in deliveries(folder)] == [[0, 1], [0, 1]]
+    assert left_behind(short_folder) == []
+
+    config, settings = RunConfig.from_json(read_config(folder)["config"]), Settings(folder=str(near), execution="jit")
+    run_experiment(build(config, settings), config, settings, progress=False)
+    expected, got = (read_arrays(checkpoint_folder(run / "checkpoints", 2)) for run in (near, folder))
+    names = [name for name in expected if "params" in name]
+    assert names
+    for name in names:
+        np.testing.assert_allclose(got[name], expected[name], atol=1e-6)
+
+    process = started(short_folder, "resume", str(folder), "--rounds", "50", "--no-progress")
+    until = time.monotonic() + 300
+    while len(deliveries(folder)) < 3:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    (worker,) = [
+        child for child in psutil.Process(process.pid).children() if child.cmdline()[1:3] == ["-m", "fedsim.deployment"]
+        and child.cmdline()[4] == "1"
+    ]  # fmt: skip
+    worker.kill()
+    while not deliveries(folder)[-1]["lost"]:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    assert deliveries(folder)[-1]["lost"] == {"1": "its worker has ended with status -9"}
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130
+    said = process.stderr.read()
+    assert "Node 1 did not answer in round" in said
+    assert "To continue: fedsim resume" in said
+    assert left_behind(short_folder) == []
+
+
+def test_without_flower_the_error_names_the_extra(monkeypatch, tmp_path):
+    import importlib.metadata
+
+    from fedsim.deployment import deploy
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(ImportError, match=r"flwr is not installed: pip install 'fedsim-jax\[run,flower\]'"):
+        deploy(RunConfig(), Settings(folder=str(tmp_path / "a")))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_port_in_use_is_named():
+    import socket
+
+    from fedsim.deployment._flower import _checked_port
+
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        with pytest.raises(ValueError, match=f"Expected a free port, got port={port} "):
+            _checked_port(port)
+
+
+def test_a_run_that_was_not_deployed_is_not_continued_on_nodes(tmp_path, monkeypatch):
+    from fedsim.deployment import _deploy
+
+    monkeypatch.setattr(_deploy, "check_flower", lambda: None)
+    config, settings = RunConfig(), Settings(folder=str(tmp_path))
+    (tmp_path / "deployment.json").write_text('{"nodes": 3}')
+    with pytest.raises(ValueError, match="Expected nodes=3, as the run in .* has, got nodes=2: the clients belong to these"):
+        _deploy.deploy(config, settings)
+    (tmp_path / "deployment.json").unlink()
+    Checkpoints(tmp_path / "checkpoints").save(1, {"w": np.ones(1)})
+    with pytest.raises(ValueError, match="was not deployed, so its nodes have nothing to go on with: choose another folder"):
+        _deploy.deploy(config, settings)
