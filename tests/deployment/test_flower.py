@@ -17,6 +17,8 @@ import numpy as np
 import psutil
 import pytest
 
+from fedsim.deployment import NodeError
+from fedsim.deployment._flower import FlowerNodes
 from fedsim.experiment import RunConfig, Settings, build, read_config, run_experiment
 from fedsim.experiment.driving import Checkpoints
 from fedsim.saved_arrays import checkpoint_folder, read_arrays
@@ -34,7 +36,12 @@ def short_folder():
 
 def started(temporary, *arguments):
     command = [sys.executable, "-m", "fedsim", *arguments]
-    return subprocess.Popen(command, env=os.environ | {"TMPDIR": str(temporary)}, stderr=subprocess.PIPE, text=True)
+    with open(temporary / "stderr", "w") as said:
+        return subprocess.Popen(command, env=os.environ | {"TMPDIR": str(temporary)}, stderr=said)
+
+
+def said_by(temporary):
+    return (temporary / "stderr").read_text()
 
 
 def left_behind(temporary):
@@ -60,7 +67,7 @@ def test_two_nodes_train_and_one_is_killed(tmp_path, short_folder):
     folder, near = tmp_path / "far", tmp_path / "near"
     options = ["--nodes", "2", "--algorithm", "scaffold", "--rounds", "2", "--no-progress", "--folder"]
     process = started(short_folder, "deploy", *options, str(folder))
-    assert process.wait(timeout=300) == 0, process.stderr.read()
+    assert process.wait(timeout=300) == 0, said_by(short_folder)
     assert [line["answered"] for line in deliveries(folder)] == [[0, 1], [0, 1]]
     assert left_behind(short_folder) == []
 
@@ -75,7 +82,7 @@ def test_two_nodes_train_and_one_is_killed(tmp_path, short_folder):
     process = started(short_folder, "resume", str(folder), "--rounds", "50", "--no-progress")
     until = time.monotonic() + 300
     while len(deliveries(folder)) < 3:
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, said_by(short_folder)
         assert time.monotonic() < until
         time.sleep(0.2)
     (worker,) = [
@@ -84,13 +91,13 @@ def test_two_nodes_train_and_one_is_killed(tmp_path, short_folder):
     ]  # fmt: skip
     worker.kill()
     while not deliveries(folder)[-1]["lost"]:
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, said_by(short_folder)
         assert time.monotonic() < until
         time.sleep(0.2)
     assert deliveries(folder)[-1]["lost"] == {"1": "its worker has ended with status -9"}
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 130
-    said = process.stderr.read()
+    said = said_by(short_folder)
     assert "Node 1 did not answer in round" in said
     assert "To continue: fedsim resume" in said
     assert left_behind(short_folder) == []
@@ -135,3 +142,24 @@ def test_a_run_that_was_not_deployed_is_not_continued_on_nodes(tmp_path, monkeyp
     Checkpoints(tmp_path / "checkpoints").save(1, {"w": np.ones(1)})
     with pytest.raises(ValueError, match="was not deployed, so its nodes have nothing to go on with: choose another folder"):
         _deploy.deploy(config, settings)
+
+
+@NEEDS_FLOWER
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "wait", "message"),
+    [
+        (
+            "raise SystemExit('ValueError: no data in DIR')",
+            120.0,
+            "worker of node 0 has ended with status 1: ValueError: no",
+        ),
+        ("import time; time.sleep(600)", 3.0, r"After 3 s .*: wait longer \(--wait\), or use fewer nodes"),
+    ],
+)
+def test_a_node_that_does_not_come_is_named(code, wait, message):
+    nodes = FlowerNodes([[sys.executable, "-c", code]], wait=wait)
+    with pytest.raises(NodeError, match=message), nodes:
+        pass
+    assert not nodes._folder.exists()
+    assert all(process.poll() is not None for process in nodes._processes.values())
