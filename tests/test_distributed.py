@@ -96,9 +96,9 @@ def test_two_processes_give_the_bits_of_one_with_as_many_devices(tmp_path):
     [
         ["--algorithm", "scaffold", "--memory", "stream"],  # The memories of clients are in a file of each process.
         ["--algorithm", "fedadam", "--memory", "resident"],
-        ["--algorithm", "ditto", "--mesh", "clients=2, model=2"],
+        ["--algorithm", "ditto", "--memory", "stream", "--mesh", "clients=2, model=2"],
         ["--algorithm", "fedavg", "--aggregator", "coordinate_median"],
-        ["--algorithm", "diloco", "--steps", "5"],
+        ["--algorithm", "diloco", "--memory", "stream", "--steps", "5"],
         ["--algorithm", "fedavg", "--sampler", "power_of_choice(candidates=20)"],
     ],
     ids=lambda options: " ".join(options[1:]),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import checks
-from fedsim.aggregators import Noised, StackAggregator
+from fedsim.aggregators import GaussianMechanism, SecureMean, StackAggregator
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import Experiment, RunConfig, Settings, build
 from fedsim.deployment._deployed import Deployed
@@ -114,8 +114,10 @@ def check_deployable(built: Experiment, nodes: int) -> None:
     while not reason and aggregator is not None:
         if isinstance(aggregator, StackAggregator):
             name, reason = type(aggregator).__name__, "it needs every single update and nodes send sums"
-        elif isinstance(aggregator, Noised):
+        elif isinstance(aggregator, GaussianMechanism):
             name, reason = type(aggregator).__name__, "nodes would send sums without its noise, which the server adds"
+        elif isinstance(aggregator, SecureMean):
+            name, reason = type(aggregator).__name__, "nodes would send sums without masks"
         aggregator = getattr(aggregator, "inner", None)
     if reason:
         raise ValueError(f"{name} cannot be deployed, because {reason}: {_SIMULATE}.")

@@ -202,9 +202,17 @@ def test_what_cannot_be_deployed_is_refused(options, message):
         deployment.check_deployable(build(config, settings), 2)
 
 
-def test_noise_of_the_server_is_refused():
-    algorithm, sampler = federation("FedAvg", aggregator=fedsim.aggregators.Noised(0.5, inner=fedsim.aggregators.Clipped(1.0)))
-    with pytest.raises(ValueError, match="Noised cannot be deployed, because nodes would send sums without its noise"):
+@pytest.mark.parametrize(
+    ("aggregator", "message"),
+    [
+        (fedsim.aggregators.GaussianMechanism(0.5, clip=1.0, denominator=4), "sums without its noise"),
+        (fedsim.aggregators.Clipped(1.0, inner=fedsim.aggregators.SecureMean(max_weight=1.0)), "sums without masks"),
+    ],
+    ids=["noise", "masks"],
+)
+def test_what_nodes_would_send_unprotected_is_refused(aggregator, message):
+    algorithm, sampler = federation("FedAvg", aggregator=aggregator)
+    with pytest.raises(ValueError, match=f"cannot be deployed, because nodes would send {message}"):
         deployment.check_deployable(Experiment(algorithm, sampler, sampler.data), 2)
 
 
