@@ -88,10 +88,10 @@ class Deployed(Execution):
 
     def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         check_cohorts(algorithm, [cohort])
-        if cohort.attack is not None or cohort.arrivals is not None:
+        unknown = {"attackers": cohort.attack, "updates of earlier rounds": cohort.arrivals, "arriving examples": cohort.rows}
+        if found := [what for what, value in unknown.items() if value is not None]:
             raise ValueError(
-                "Expected a cohort without attackers and without clients of earlier rounds, got one with them: simulate it "
-                "(fedsim run)."
+                f"Expected a cohort without {found[0]}, got one with them: nodes have none. Simulate it (fedsim run)."
             )
         state, key = remembered(algorithm, state, cohort.data), rng.typed(cohort.key)
         rounds = kept_with(algorithm).setdefault("divided rounds", {})

@@ -224,3 +224,11 @@ def test_rounds_with_several_calls_are_refused(tmp_path):
     apart = deployed(algorithm, tmp_path, NearNodes(lambda: federation("FedAvg"), tmp_path, 2))
     with pytest.raises(ValueError, match="Expected a round with a single clients.aggregate, got Mime with the calls"):
         apart.apply(algorithm.init(jax.random.key(0)), fedsim.UniformSampler(data, clients=6, seed=0).cohort(0))
+
+
+def test_cohorts_of_which_nodes_know_too_little_are_refused(tmp_path):
+    algorithm, sampler = federation("FedAvg")
+    apart = deployed(algorithm, tmp_path, NearNodes(lambda: federation("FedAvg"), tmp_path, 2))
+    arriving = fedsim.samplers.Arriving(sampler, np.zeros(sampler.data.num_examples, int))
+    with pytest.raises(ValueError, match="without arriving examples, got one with them: nodes have none"):
+        apart.apply(algorithm.init(jax.random.key(0)), arriving.cohort(0))
