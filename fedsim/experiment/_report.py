@@ -129,7 +129,7 @@ def described_guarantee(privacy: Guarantee, round: int) -> list[str]:
     >>> from fedsim.privacy import EveryRound, Guarantee
     >>> guarantee = Guarantee(noise_multiplier=4.0, participation=EveryRound(), delta=1e-5)
     >>> print("\\n".join(described_guarantee(guarantee, 10)[:2]))
-    privacy    ε = 3.41 with δ = 1e-05 if a client is added or removed, with all of its examples.
+    privacy    ε = 3.34 with δ = 1e-05 if a client is added or removed, with all of its examples.
                Of the sampling: every client takes part in every round (no amplification by sampling),
     """
     texts = [f"privacy    {privacy.text(round)}.", *[f"           {text}" for text in privacy.assumptions]]
