@@ -255,7 +255,8 @@ def test_metrics_and_the_files_of_a_checkpoint_are_on_the_disk_before_it_appears
     monkeypatch.setattr(os, "replace", record_rename)
     run(**arguments, folder=tmp_path / "r", checkpoint_every=4, rounds_per_dispatch=1)
     names = [target.name for target in renamed]
-    assert names == ["config.json", "metrics.jsonl", "files.json", "files.json", "files.json", "clients.csv"]
+    # The configuration says in the end how the run ended.
+    assert names == ["config.json", "metrics.jsonl", "files.json", "files.json", "files.json", "clients.csv", "config.json"]
     assert {str(target.parent) for target in renamed if target.parent.exists()} <= set(synced)
 
 
