@@ -257,28 +257,35 @@ def _csv_of(comparison: Comparison) -> str:
 
 
 def _latex_of(comparison: Comparison) -> str:
-    """Returns the table of `Comparison.latex`."""
-    columns = ["Group", "Setting", "Seeds", *(_TITLES[at].capitalize() for at in AT), *_cost_titles(comparison)]
+    """Returns the table of `Comparison.latex`, narrow enough for a page; comments say what a caption has to say."""
+    metric = comparison.metric.replace("_", " ").capitalize()
+    columns = ["Group", "Setting", metric, *(["Rounds", "MB", "Seconds"] if comparison.target else [])]
     rows = []
     for result in comparison.selected:
-        values = [str(result.interval(at)) for at in AT]
-        row = [result.name, setting_text(result.setting), str(len(result.runs)), *values, *_cost_cells(comparison, result)]
-        rows.append([latex_escaped(cell) for cell in row])
+        row = [result.name, setting_text(result.setting), str(result.interval(comparison.at))]
+        rows.append([latex_escaped(cell) for cell in (*row, *_cost_cells(comparison, result))])
     if not any(row[1] for row in rows):
         columns, rows = [columns[0], *columns[2:]], [[row[0], *row[2:]] for row in rows]
     texts = 1 + ("Setting" in columns)
-    said = f"{comparison.metric}, mean ± 95 % interval over seeds; best setting of each group by {comparison.selection}."
-    remarks = [said, *([f"{OPTIMISTIC.capitalize()}."] if comparison.is_optimistic else [])]
-    end = [rf"\multicolumn{{{len(columns)}}}{{l}}{{\footnotesize {latex_escaped(remark)}}} \\" for remark in remarks]
+    said = [
+        "needs \\usepackage{booktabs}",
+        f"{metric} ({_TITLES[comparison.at]}): mean ± 95 % interval over seeds.",
+        f"The best setting of each group by {comparison.selection}.",
+        f"Seeds: {', '.join(f'{result.name} {len(result.runs)}' for result in comparison.selected)}.",
+    ]
+    if comparison.target:
+        kind = "simulated time" if comparison.simulated else "wall time"
+        said.append(f"Rounds, megabytes and seconds ({kind}) until {_target_text(comparison)}.")
+    remark = [rf"\multicolumn{{{len(columns)}}}{{l}}{{\footnotesize {OPTIMISTIC.capitalize()}.}} \\"]
     lines = [
-        "% needs \\usepackage{booktabs}",
+        *(f"% {sentence}" for sentence in said),
         rf"\begin{{tabular}}{{{'l' * texts}{'r' * (len(columns) - texts)}}}",
         r"\toprule",
         " & ".join(map(latex_escaped, columns)) + r" \\",
         r"\midrule",
         *(" & ".join(row) + r" \\" for row in rows),
         r"\bottomrule",
-        *end,
+        *(remark if comparison.is_optimistic else []),
         r"\end{tabular}",
     ]
     return "\n".join(lines) + "\n"
