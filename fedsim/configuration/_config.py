@@ -319,8 +319,8 @@ class RunConfig:
     sampler: str | None = _option(
         None,
         "training",
-        "How the clients of a round are chosen: poisson (each with the same probability, so many on average), "
-        "'power_of_choice(candidates=30)', oort, ...; default: uniform.",
+        "How the clients of a round are chosen: weighted, 'power_of_choice(candidates=30)', oort, ...; default: uniform. "
+        "With poisson, each is chosen with the same probability, and --clients is their number on average.",
         of_sampler=True,
     )
     batch_size: int = _option(20, "training", "Examples per client step.", builds="batches", of_sampler=True)

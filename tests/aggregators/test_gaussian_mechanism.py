@@ -176,6 +176,7 @@ class SameNoise(GaussianMechanism):
         return super().finish_round(accumulator, memory, jax.random.key(0))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("broken", [NoisePerDevice, NoiseOfMany, SameNoise])
 def test_the_same_test_finds_broken_mechanisms(broken):
     execution = EXECUTIONS["eight devices"]

@@ -444,6 +444,7 @@ def trains_frozen_models(cls):
     return "model" in {field.name for field in dataclasses.fields(cls)} and not hasattr(cls, "head")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", together([name for name, (cls, _) in CASES.items() if trains_frozen_models(cls)]))
 def test_frozen_parameters_are_constants_of_the_model(name):
     """Training with a frozen layer is training a network in which this layer is a constant, also in the bits of messages."""
@@ -493,6 +494,7 @@ PARTS = [(name, part) for name in TRAINING for part in ("statistics", "own_stati
 FAST_PARTS = [("ditto", "kept"), ("hypcluster", "statistics"), ("fedsgd", "own_statistics")]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "part"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case not in FAST_PARTS)) for case in PARTS if takes(*case)],
@@ -523,6 +525,7 @@ def test_clients_change_parts_of_a_model(name, part):
         federation.assert_trees_equal(after["head"], before["head"])
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize(("name", "part"), [case for case in PARTS if not takes(*case)])
 def test_other_parts_are_refused_with_a_reason(name, part):
     algorithm, cohort = make(name, model=model_with(part)), federation.cohort(federation.data(sizes=(5, 3, 4)))

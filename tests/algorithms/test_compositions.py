@@ -189,7 +189,7 @@ def ridge(cls, epochs=1, **options):
     return Ridge(model=model, batches=fedsim.Batches(size=12, epochs=epochs, shuffle=False), **options), data, optimum
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("cls", "options"),
     [

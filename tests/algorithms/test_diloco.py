@@ -99,6 +99,7 @@ def test_the_order_of_examples_continues_in_any_execution():
         federation.assert_trees_close(others, infos)
 
 
+@pytest.mark.slow
 def test_one_fragment_without_delay_is_diloco_bit_for_bit():
     population = federation.data(sizes=(7, 0, 5))
     expected, infos = run(diloco(), population)
@@ -129,6 +130,7 @@ def network_loss(params, x, y):
 STREAMING = {"model": network(), "batches": fedsim.Batches(size=4, steps=8), "delay": 2, "alpha": 0.25}
 
 
+@pytest.mark.slow
 def test_fragments_with_a_delay_are_a_plain_loop_over_steps():
     population = federation.data(sizes=(7, 12))
     fragments = (("first", "third"), ("second",))  # strided

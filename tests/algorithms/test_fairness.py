@@ -158,7 +158,7 @@ def nearest_in_simplex(values):
     return np.maximum(values - low, 0)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("update", ["exponentiated", "projected"])
 @pytest.mark.parametrize("window", [2, 1])
 def test_agnostic_fedavg_follows_the_papers(window, update):
@@ -237,7 +237,7 @@ def test_a_domain_without_examples_in_a_round_keeps_its_weight(update):
     assert state.counts.tolist() == [[3.0, *before.counts[0, 1:].tolist()]]
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("came", [["01", "0", "0", "01"], ["0", "01"]], ids=["away for a while", "late"])
 def test_a_domain_that_returns_or_appears_late_has_no_more_weight_than_the_other(came):
     """Two clients have the same number of examples, each of its own domain, and equal weights: each round is one of FedAvg."""

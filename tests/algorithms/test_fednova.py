@@ -31,7 +31,7 @@ def numpy_nova(x, rounds, rho, mu):
     return x
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("rho", "mu"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.8)])
 def test_fednova_follows_algorithm_1(rho, mu):
     optimizers = {"client_optimizer": optax.sgd(RATE, rho or None), "server_optimizer": optax.sgd(SERVER_RATE)}

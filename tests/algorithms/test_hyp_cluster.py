@@ -79,6 +79,7 @@ def test_clusters_are_found_from_initial_models_of_different_clients():
     assert fedsim.evaluate(algorithm.model, one, data).overall["accuracy"] < 0.7
 
 
+@pytest.mark.slow
 def test_initial_models_are_trained_on_single_clients_of_different_kinds():
     """The second client is almost always drawn from the other half, because those clients have high losses."""
     data = two_kinds_of_clients()
@@ -96,6 +97,7 @@ def test_initial_models_are_trained_on_single_clients_of_different_kinds():
     federation.assert_trees_equal(state, algorithm.init_from(data, seed=5))
 
 
+@pytest.mark.slow
 def test_no_client_trains_two_initial_models():
     """There are three models and three clients with examples, so each of these clients trains one model."""
     draw = np.random.default_rng(0)

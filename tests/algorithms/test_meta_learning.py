@@ -14,6 +14,7 @@ import fedsim
 from fedsim import algorithms
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("variant", ["first_order", "hessian_free"])
 def test_per_fedavg_follows_algorithm_1(variant):
     alpha, delta, parts = 0.2, 0.05, 2 if variant == "first_order" else 3
@@ -79,6 +80,7 @@ def test_per_fedavg_with_alpha_zero_is_fedavg_on_a_part_of_every_batch(variant):
     federation.assert_trees_close(*states)
 
 
+@pytest.mark.slow
 def test_per_fedavg_is_evaluated_after_one_personal_step():
     algorithm, data = make(algorithms.PerFedAvg, alpha=0.2), federation.data()
     state, _ = run(algorithm)

@@ -44,7 +44,7 @@ def trained(algorithm, data):
     return state.params, info
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -46,6 +46,7 @@ def numpy_mime(x, rounds, rho, lite):
     return x
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("cls", [Mime, MimeLite])
 def test_mime_follows_algorithm_1(cls):
     optimizers = {"client_optimizer": optax.sgd(RATE, 0.6), "server_optimizer": optax.sgd(SERVER_RATE)}

@@ -78,7 +78,7 @@ def test_fedper_averages_bodies_and_clients_store_heads():
     federation.assert_trees_close(client_memories(state), heads)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9, 1.0])
 def test_fedrep_follows_algorithm_1(fraction):
     """The optimizer has momentum. Each half has its own momentum, from its own steps."""

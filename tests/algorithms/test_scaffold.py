@@ -48,7 +48,7 @@ def numpy_scaffold(x, rounds, option, weight_of, population_weight):
     return x, c
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("weighting", ["uniform", "examples"])
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_scaffold_follows_algorithm_1(option, weighting):

@@ -50,6 +50,7 @@ def test_without_compression_it_is_fedavg_of_the_whole_model(head):
     assert sorted(state.params) == ["device", *(["head"] * head), "server"] and min(jax.tree.leaves(moved)) > 0.01
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("parts", [{"frozen": "device/*", "kept": "server/linear_1/*"}, {"frozen": ["server/*", "*/b"]}])
 def test_parts_that_are_frozen_or_kept_are_those_of_fedavg(parts):
     split, whole = (cls(**settings(model=model().with_parts(**parts))) for cls in (SplitFed, FedAvg))

@@ -98,7 +98,7 @@ UNIFORM = [*NOISE, "--weighting", "uniform"]
         ),
         (
             ["--algorithm", "dpsgd", "--sampler", "poisson"],
-            "DPSGD chooses its clients itself, so it takes no sampler=",
+            "DPSGD has no server that chooses clients, so it takes no sampler",
         ),
     ],
 )

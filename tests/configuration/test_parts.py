@@ -21,6 +21,7 @@ def test_parts_of_a_model_are_chosen_by_names():
         build(RunConfig(frozen="lin/w"), Settings())
 
 
+@pytest.mark.slow
 def test_a_run_with_heads_of_clients_reports_personal_models(tmp_path, capsys):
     arguments = ["--rounds", "2", "--clients", "3", "--model", "digits_dense", "--kept", "linear_2/*"]
     assert main(["run", *arguments, "--folder", str(tmp_path / "run"), "--no-progress"]) == 0

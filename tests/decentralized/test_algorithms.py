@@ -247,7 +247,7 @@ def test_the_complete_graph_is_diloco():
     )
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("topology", [RING, decentralized.star(40)])  # rows of equal and of unequal lengths
 @pytest.mark.parametrize("kind", ["messages", "links"])
 @pytest.mark.parametrize("stays_with_sender", [False, True])
@@ -313,6 +313,7 @@ def numbers_of(algorithm, data, rounds):
     return algorithm.node_models(state)["~"]["w"], state
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("topology", [RING, decentralized.exponential(6), decentralized.star(6)])
 @pytest.mark.parametrize("losses", [{"message_loss": 0.5}, {"message_loss": 0.2, "link_failures": 0.3}])
 def test_gradient_tracking_is_exact_although_messages_are_lost(topology, losses):
@@ -467,7 +468,7 @@ def normalized(statistics):
     )
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["DPSGD", "StochasticGradientPush", "RelaySGD", "ADPSGD", "ChocoSGD", "D2", "DFedAvg",
                                   "GradientTracking", "QuasiGlobalMomentum"])  # fmt: skip
 def test_running_statistics_are_mixed_with_the_models(name):

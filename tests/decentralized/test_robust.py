@@ -134,6 +134,7 @@ def accuracy(**settings):
     return fedsim.evaluate(algorithm.model, state.params, DIGITS.test).overall["accuracy"]
 
 
+@pytest.mark.slow
 def test_robust_mixing_learns_where_the_mean_does_not():
     assert accuracy() < 0.5
     assert accuracy(robust_mixing=decentralized.TrimmedMixing(2)) > 0.8

@@ -105,7 +105,7 @@ def by_hand(dataset, batches, key, most=None):
     return total
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", EXECUTIONS)
 def test_a_loop_without_a_purpose_is_training_and_others_have_their_own_shuffle(how):
     """Compares with `ClientDataset.batches`. Stragglers stop early in training only."""

@@ -387,7 +387,7 @@ def test_where_data_is_stored_is_decided_once(monkeypatch):
     assert not _placement.is_resident(federation.data(), mesh, "auto")
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "how", [fedsim.Pmap(devices=2, lanes=2), fedsim.Jit(memory="stream"), fedsim.Jit(), fedsim.Pmap(devices=2)]
 )

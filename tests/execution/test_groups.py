@@ -91,7 +91,7 @@ def test_what_happens_once_per_client_is_not_inside_a_step(lanes):
         assert found[name] == {depth}, name
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("aggregator", [aggregators.Mean(), aggregators.CoordinateMedian()])
 @pytest.mark.parametrize("lanes", [2, 3, 8])
 def test_groups_give_the_result_of_one_client_after_another(lanes, aggregator):

@@ -30,7 +30,7 @@ from fedsim.execution._device_round import put_rows
 from fedsim.rounds import ClientTable
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("how", "refuse"), [*((how, 3.0) for how in EXECUTIONS), ("jit", -1.0)])
 def test_memories_are_the_same_under_every_execution(how, refuse):
     population = federation.data()
@@ -180,7 +180,7 @@ def test_each_call_has_its_own_memories(how, long, monkeypatch):
     assert np.all(kept["second"].total[came, 0] > 100 + 3 * 1000)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.filterwarnings("ignore:.*held a NaN")
 def test_a_dropped_client_keeps_its_old_memory(how):
@@ -195,7 +195,7 @@ def test_a_dropped_client_keeps_its_old_memory(how):
     assert by_call["update"][came].tolist() == np.where(other, 10, 8)[came].tolist()
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.filterwarnings("ignore:.*were left out")
 @pytest.mark.parametrize("memory", ["resident", "stream"])
 @pytest.mark.parametrize("devices", [8, 1, 2])

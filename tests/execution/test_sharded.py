@@ -145,6 +145,7 @@ def test_evaluation_takes_divided_parameters():
     federation.assert_trees_close(ways[0].overall, ways[1].overall)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_on_another_mesh(tmp_path):
     def go_on(execution, folder="run", callbacks=()):
         sampler = fedsim.UniformSampler(federation.data(), clients=5, seed=0)

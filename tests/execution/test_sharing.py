@@ -51,7 +51,7 @@ def test_cohorts_of_1_to_30_clients_share_six_programs(execution):
     assert num_programs(algorithm) == 6
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("cls", "settings"),
     [

@@ -68,7 +68,7 @@ def assert_same_info(info, expected, clients):
         assert (info.num_aggregated, info.num_dropped) == (expected.num_aggregated, expected.num_dropped)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", EXECUTIONS)
 def test_a_padded_cohort_gives_the_result_of_an_unpadded_one_with_one_trace(how, unpadded):
     states, infos = unpadded

@@ -48,7 +48,7 @@ def largest_file(size: int) -> Iterator[None]:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("file", "size", "tensorboard"),
     [

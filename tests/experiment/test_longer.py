@@ -40,7 +40,7 @@ def assert_equal(some, other):
     assert states[0] == states[1]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("options", "before", "after"),
     [
@@ -58,6 +58,7 @@ def test_a_longer_run_equals_one_from_the_start(options, before, after, tmp_path
     assert_equal(tmp_path / "short", tmp_path / "long")
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_gets_more_or_fewer_rounds(tmp_path, capsys):
     """Also as many as it has finished: then only the last evaluation is added."""
     for rounds in (6, 9):

@@ -161,7 +161,7 @@ def test_rounds_before_an_error_of_the_sampler_are_written(algorithm, data, tmp_
     assert [line["round"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["PoissonSampler", "ShuffledSampler", "DiurnalSampler", "ScheduleSampler"])
 def test_cohorts_of_a_sampler_share_one_program_whatever_their_size(name, make_algorithm, data):
     class Unshared(fedsim.algorithms.FedAvg):

@@ -45,6 +45,7 @@ def test_a_run_that_was_started_in_python_is_refused(tmp_path):
         load(tmp_path / "own")
 
 
+@pytest.mark.slow
 def test_evaluate(folder, capsys):
     assert main(["evaluate", str(folder)]) == 0
     printed = capsys.readouterr().out

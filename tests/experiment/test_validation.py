@@ -69,6 +69,7 @@ def expected_stop(history, evaluations):
     return None
 
 
+@pytest.mark.slow
 def test_a_run_ends_after_the_same_round_however_it_is_dispatched_or_resumed(tmp_path):
     changes = {"client_learning_rate": 2.0, "rounds": 60}
     whole = dataclasses.replace(CONFIG, **changes)

@@ -223,6 +223,7 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path, monkeypatch, cap
     assert "\n40 rounds: about " in shown and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_stays_whole_on_the_devices_of_a_client():
     data = fedsim.datasets.load("digits(clients=20)").train
     cohort = fedsim.UniformSampler(data, clients=4, seed=0).cohort(0)

@@ -43,6 +43,7 @@ def test_uniform_cohorts_do_not_depend_on_the_hour():
     assert np.all(table.sum(1)[:, None] * 0.02 < table)
 
 
+@pytest.mark.slow
 def test_by_cosine_a_client_takes_part_as_often_as_it_is_available():
     """If every client fits into the cohort, the participation rate is the availability (1 + cos 2π(t - p)) / 2."""
     size, period, days = 4, 4, 400

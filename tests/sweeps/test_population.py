@@ -94,6 +94,7 @@ def test_all_rates_share_one_compilation_even_if_each_setting_has_a_new_model(ho
     assert sum("sums" in compiled for compiled in names) <= 1  # the evaluation
 
 
+@pytest.mark.slow
 def test_evaluation_is_that_of_separate_runs():
     def make(rate):
         return fedprox(rate, model=federation.model())

@@ -133,6 +133,7 @@ def test_members_that_run_sequentially_have_the_bits_of_separate_runs(tmp_path, 
 TOY = ["--dataset", "toy_regression(clients=6)", *SMALL[2:], *ONE_DEVICE, "--rounds", "2", "--no-progress"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["devices", pytest.param("sequential", marks=slow)])
 def test_members_with_different_seeds_have_their_own_data_and_the_bits_of_separate_runs(how, tmp_path, no_pictures):
     sweep = tmp_path / "sweep"
@@ -148,6 +149,7 @@ def test_members_with_different_seeds_have_their_own_data_and_the_bits_of_separa
         assert recorded["examples"] == datasets.load("toy_regression", clients=6, seed=seed).train.num_examples
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [("toy_regression(clients=6)", []), ("digits(clients=20, seed=9)", ["--model", "digits_logistic", "--labels", "0.5"])],
@@ -212,6 +214,7 @@ def test_members_share_a_sampler_only_if_it_is_that_of_separate_runs():
     assert found[0] != found[1] != found[2]
 
 
+@pytest.mark.slow
 def test_a_dataset_with_a_seed_is_the_same_for_all_seeds(tmp_path, no_pictures):
     fixed = ["--dataset", "toy_regression(clients=6, seed=1)", *TOY[2:], "--rounds", "1"]
     assert main(["run", *fixed, "--seeds", "2", "--folder", str(tmp_path / "s")]) == 0

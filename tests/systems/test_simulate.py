@@ -55,6 +55,7 @@ def params_by_hand(schedule, mixing, seed=0):
     return states[-1].params
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("weighting", "kind"), [("uniform", systems.Buffered), ("examples", systems.FedBuff)])
 def test_fedbuff_is_the_mean_over_k_with_uniform_weighting(weighting, kind):
     """Line 11 of the paper's Algorithm 1: the update of a server step is 1/K times the sum of s(staleness) times update."""
@@ -124,6 +125,7 @@ def test_stragglers_and_attackers_stay_what_their_sampler_made_them():
 REFUSED = ("SCAFFOLD", "FedDyn", "FedNova", "QFedAvg", "AdaptiveFedProx")
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", [*REFUSED, "FedProx", "Ditto", "PFedMe", "APFL", "FedPer", "HypCluster", "FedSGD"])
 def test_scales_are_refused_where_half_an_update_is_not_half_a_step(name):
     """The server moves half as far if all updates are halved, or the algorithm says that they cannot be."""
@@ -261,6 +263,7 @@ def test_replacements_of_lost_workers_train_too():
         simulate(make(), slow, rounds=3, synchronization=systems.StaleSynchronous(bound=1), progress=False)
 
 
+@pytest.mark.slow
 def test_a_plan_estimates_the_time_of_a_simulation():
     made = scheduled(
         make(), sampler(), rounds=5, synchronization=systems.Buffered(size=2, concurrency=4), devices=SPEEDS, faults=None
@@ -305,6 +308,7 @@ def test_algorithms_that_cannot_use_older_models_are_refused():
 FAULTS = systems.Faults(message_loss=0.3, client_failures=0.2, recovery=1.0, duplication=0.3, delay=systems.Exponential(3.0))
 
 
+@pytest.mark.first(1)
 @pytest.mark.first(4)  # every model with the first seed
 @pytest.mark.parametrize(
     "synchronization",
@@ -403,6 +407,7 @@ def accuracy_and_seconds(splits, model, faults, **options):
     return result.history[-1]["test_accuracy"], result.schedule.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("synchronization", [systems.Synchronous(over_selection=1.3), systems.Buffered(size=5, concurrency=10)])
 @pytest.mark.parametrize(
     ("dataset", "rounds"),
