@@ -35,5 +35,5 @@ def main(arguments: list[str]) -> int:
     if not out.absolute().parent.is_dir():
         raise ValueError(f"Expected --out in a folder that exists, got {out}: create {out.parent} first.")
     replace_text(out, report(runs, chosen["title"]))
-    print(f"written    {out}: {len(runs)} runs, {out.stat().st_size / 1e6:.2f} MB")
+    print(f"written    {out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {out.stat().st_size / 1e6:.2f} MB")
     return 0

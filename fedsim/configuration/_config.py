@@ -665,7 +665,8 @@ def writer_names(text: str | None) -> list[str]:
     """
     names = [] if text in (None, "none") else [name.strip() for name in str(text).split(",")]
     for name in names:
-        look_up("writer", name, WRITERS)
+        if name not in WRITERS:
+            raise ValueError(f"Expected writers to be none or some of {', '.join(WRITERS)}, got writers={text!r}.")
     return list(dict.fromkeys(names))
 
 
