@@ -39,6 +39,7 @@ def test_the_blocks_of_a_page_print_what_their_comments_say(name, monkeypatch, t
     assert drawn == {picture.name for picture in (ROOT / "docs" / name).glob("*.png")}
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize(("name", "count"), SHORT.items())
 def test_the_blocks_of_a_short_page_print_what_their_comments_say(name, count, capsys):
     _, blocks = page(name)

@@ -96,6 +96,7 @@ def test_the_last_module_is_that_which_the_model_creates_last():
     assert head_of(model)("a", "w") and not head_of(model)("b", "w")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("cls", [fedsim.algorithms.FedAvg, fedsim.algorithms.FedProx])
 def test_a_rate_of_the_body_against_an_optimizer_for_each_part(cls):
     """`optax.multi_transform` with plain gradient descent at two rates does the same."""

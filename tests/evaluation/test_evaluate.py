@@ -133,6 +133,7 @@ def outputs_as_values(values, sizes, **metrics):
     return lambda **options: fedsim.evaluate(model, jnp.zeros(()), data, **options)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("memory", ["resident", "stream"])
 @pytest.mark.parametrize("batch_size", [20, 256, 100_000])
 def test_the_error_of_a_mean_does_not_grow_with_the_number_of_examples(batch_size, memory):

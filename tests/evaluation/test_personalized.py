@@ -264,7 +264,7 @@ def test_fine_tuning_by_fedrep_fits_the_head_and_then_the_body():
     assert_same(evaluation, by_hand(algorithm.model, tuned, test))
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [algorithms.FedAvg, algorithms.Ditto, algorithms.FedPer])
 def test_an_average_over_rounds_is_evaluated(cls):
     """As the start of fine-tuning, for clients without memory, and as the body to which a client adds its own head."""

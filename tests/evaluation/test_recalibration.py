@@ -63,6 +63,7 @@ def by_hand(whole, client):
     return np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), TEST.columns["y"][rows]])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("statistics", "execution"),
     [

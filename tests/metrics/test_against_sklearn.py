@@ -105,7 +105,7 @@ def assert_agrees(evaluation, overall, clients):
             np.testing.assert_allclose(of_clients[i], expected, rtol=1e-6, err_msg=f"{name}, client {i}")
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.parametrize("batch_size", [7, 256])
 def test_evaluate(how, batch_size):
@@ -234,6 +234,7 @@ def logistic_case(name):
     return logits, draw.random(n) < 1 / (1 + np.exp(-(steep * wide if steep else wide - center)))
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("name", "form"),
     [

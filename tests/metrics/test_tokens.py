@@ -108,6 +108,7 @@ def by_numpy(examples, table):
     return found
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("batch_size", [3, 64])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_evaluation_equals_numpy(devices, batch_size):

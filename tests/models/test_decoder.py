@@ -30,6 +30,7 @@ def sequences(ids):
     return {"x": ids[:, :-1], "y": ids[:, 1:], "document": np.ones_like(ids[:, 1:])}
 
 
+@pytest.mark.first(1)
 @needs_real
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_logits_loss_and_gradients_are_those_of_the_reference(name):

@@ -102,6 +102,7 @@ def assert_close(ours, theirs, tolerance=1e-5):
             np.testing.assert_allclose(ours[module][name], value, atol=tolerance, err_msg=f"{module}/{name}")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "execution",
     [fedsim.Jit(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=2), fedsim.Pmap(devices=8), fedsim.Debug()],
@@ -236,6 +237,7 @@ def test_clusters_start_from_models_with_statistics_of_one_client(data):
     assert (np.asarray(info.clients["weight"][:4]) > 0).all()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("options", [{}, {"statistics": "client"}])
 def test_personal_models_are_fine_tuned_with_their_own_statistics(options, data):
     """Fine-tuning for no step evaluates the personal models, and for some steps changes their running statistics."""
@@ -309,6 +311,7 @@ def test_compiled_and_python_agree(cls, options, data):
     assert np.abs(states[0].params["norm"]["mean"]).min() > 0
 
 
+@pytest.mark.slow
 def test_server_optimizers_and_robust_rules_see_parameters_only(data):
     """Statistics that are not sent give the same parameters, because training does not read the running statistics."""
     for options in ({"aggregator": aggregators.Krum(attackers=0)}, {"server_optimizer": optax.sgd(0.5, momentum=0.9)}):

@@ -296,6 +296,7 @@ def test_vision_transformer_equals_numpy():
     assert_evaluates_to(model, params, examples, net.linear(net.layer_norm(x)[:, 0]))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("stride", [1, 2, (1, 3)])
 def test_depthwise_convolution_equals_haiku_with_its_gradients(stride):
     x = jnp.asarray(np.random.default_rng(0).normal(size=[2, 7, 6, 5]), jnp.float32)

@@ -36,6 +36,7 @@ def flat(left):
     return [0.25, 0.25, 0.5] if left[0] else [0, 1 / 3, 2 / 3]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("mixture", "right"), [(tree, True), (flat, False)])
 def test_the_share_of_an_exhausted_label_goes_to_its_siblings(mixture, right):
     """Large alpha and beta make the client's mixtures equal; the distribution without a tree is the negative control."""

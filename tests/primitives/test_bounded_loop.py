@@ -45,6 +45,7 @@ def test_first_derivatives(num_steps, most_steps):
     np.testing.assert_allclose(ours, jax.jvp(lambda *args: unrolled(*args, num_steps), (start, rate), (start, rate)))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
 @pytest.mark.parametrize("inner", [jax.jacrev, jax.jacfwd])
 def test_second_derivatives(outer, inner):

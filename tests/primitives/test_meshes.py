@@ -98,6 +98,7 @@ def within_data(x, y):
 FUNCTIONS = {"add": jax.jit(jnp.add), "zeros": lambda x, y: jnp.zeros_like(x), "shard_map": within_data}
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("way", ["context", "argument"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -153,6 +154,7 @@ def closed_form():
     return (model**2).sum(), gradients, 2 * of_model * kept.mean() + 2 * model * slope.mean()
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("fused", ["", "fused", "fused, stored"])
 @pytest.mark.parametrize("way", ["context", "argument"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -252,6 +254,7 @@ def first_of_two(function):
 CONTEXTS = {"no mesh": None, "auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_each_function_and_its_jacobians(name):
     kind, clients = CONTEXTS[name], fed.Placement("clients", SIZE)
@@ -296,6 +299,7 @@ def test_programs_with_a_condition_of_each_client(kind):
             assert float(fed.mean(fed.map(over, fed.broadcast(threshold, clients), values))) == np.float32(share)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_functions_on_a_mesh(kind):
     x, clients = np.arange(8, dtype=np.float32), fed.Placement("clients", 8)

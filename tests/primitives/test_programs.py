@@ -238,7 +238,7 @@ def check_random_program(steps, transformations, fused=False, recompute=True):
     np.testing.assert_allclose(jax.jit(ours)(AT), jax.jit(expected)(AT), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("inner", "outer"), list(itertools.product(["grad", "vmap", "scan"], ["jit", "grad", "jvp", "vmap"])))
 def test_two_transformations(inner, outer):
     check_random_program([("loop", "weighted")], [inner, outer])
