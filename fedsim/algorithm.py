@@ -8,9 +8,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
+import numpy as np
 
 from fedsim import checks
-from fedsim.aggregators import Aggregator, GaussianMechanism, Mean
+from fedsim.aggregators import Aggregator, GaussianMechanism, Mean, SecureMean
 from fedsim.compressors import Compressor
 from fedsim.data import Batches, Cohort, FederatedData
 from fedsim.execution import Auto, Execution, cut_rows, remembered, watch_problems
@@ -228,7 +229,7 @@ class Algorithm:
     def check(self, data: FederatedData) -> None:
         """Raises ``ValueError`` if the algorithm cannot read ``data``. It is called once per population, before compilation."""
         self.batches.check(data.sizes)
-        self._check_weights()
+        self._check_weights(data)
         model = getattr(self, "model", None)
         if isinstance(model, Model):
             model.check(data, unlabelled=self.capabilities.unlabelled)
@@ -238,10 +239,15 @@ class Algorithm:
         else:
             data.check_range(data.columns)
 
-    def _check_weights(self) -> None:
-        """Raises ``ValueError`` if clients are weighted by examples, and a mechanism of differential privacy has no bound."""
+    def _check_weights(self, data: FederatedData) -> None:
+        """Raises ``ValueError`` if clients are weighted by examples, and an aggregator that bounds weights does not fit."""
         mechanism = self.aggregator.innermost
         by_examples = getattr(self, "weighting", None) == "examples"
+        if isinstance(mechanism, SecureMean) and by_examples and mechanism.max_weight < (usual := float(np.median(data.sizes))):
+            raise ValueError(
+                f"Expected SecureMean with max_weight of at least {usual:g}, the median number of examples of a client, got "
+                f"{mechanism.max_weight:g}: most clients would have equal weights. Give a larger one, or weighting='uniform'."
+            )
         if isinstance(mechanism, GaussianMechanism) and mechanism.largest_weight is None and by_examples:
             raise ValueError(
                 f"Expected weighting='uniform' with GaussianMechanism, got weighting='examples' in {type(self).__name__}: with "

@@ -106,6 +106,11 @@ class GaussianMechanism(SumAggregator):
             checks.positive(clip=self.clip, remedy="give the norm that updates are clipped to, or AdaptiveClip()")
         checks.positive(denominator=self.denominator, remedy="give the expected number of clients in a round")
         checks.positive(or_none=True, largest_weight=self.largest_weight)
+        if isinstance(self.clip, AdaptiveClip) and self.largest_weight is not None:
+            raise ValueError(
+                f"Expected a number for clip with largest_weight={self.largest_weight}, got {self.clip}: the denominator is "
+                "then no number of clients, by which the adaptive norm divides its count. Give equal weights, or a fixed norm."
+            )
         is_known = not isinstance(self.noise_multiplier, jax.core.Tracer)
         if isinstance(self.clip, AdaptiveClip) and self.clip.count_noise is not None and is_known:
             checks.number(

@@ -42,7 +42,7 @@ _SWEEPS = (
     "their means and standard deviations."
 )
 # The names that may have several values.
-_NAMES = (*fields_that_name("code"), "client_optimizer")
+_NAMES = (*fields_that_name("code"), "client_optimizer", "sampler")
 
 
 class Configured(NamedTuple):

@@ -8,7 +8,7 @@ from fedsim import experiment, plots
 from fedsim.commands._configuration import configured
 from fedsim.commands._options import RUNS_CODE, TRUST, Option
 from fedsim.commands._training import options_of_stored_run, use_devices
-from fedsim.experiment.driving import RunFolder, described_guarantee, stored_run
+from fedsim.experiment.driving import RunFolder, described_guarantee, is_sweep, stored_run
 
 _ABOUT = (
     "Print ε of differential privacy of the finished rounds of the run in FOLDER, or of all rounds of a run with these "
@@ -22,6 +22,8 @@ def main(arguments: list[str]) -> int:
     """Runs ``fedsim privacy`` with these arguments and returns the exit status."""
     if arguments and not arguments[0].startswith("-"):
         folder, *rest = arguments
+        if is_sweep(folder):
+            raise ValueError(f"{folder} holds a sweep: give the folder of one of its runs.")
         about = f"{_ABOUT} {RUNS_CODE}"
         chosen, settings = options_of_stored_run(folder, rest, _OUT | {"trust": TRUST}, "fedsim privacy FOLDER", about)
         config, _ = stored_run(folder, experiment.read_config(folder))

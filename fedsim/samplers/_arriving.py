@@ -72,10 +72,15 @@ class Arriving(WrappedSampler):
     def _transform(self, cohort: Cohort) -> Cohort:
         if cohort.rows is not None:
             raise ValueError("Expected a sampler whose clients have all of their examples, got Arriving: leave one out.")
-        oldest = -1 if self.last is None else cohort.round - self.last
+        if cohort.arrivals is not None:
+            raise ValueError(
+                f"Expected a sampler that neither scales updates nor starts clients from earlier models, got "
+                f"{type(self.sampler).__name__}: use fedsim.UniformSampler, for example."
+            )
         rows = np.zeros((len(cohort), 2), np.int64)
         for at, client in enumerate(cohort.clients):
             own = self.arrival[self.data.offsets[client] : self.data.offsets[client + 1]]
-            rows[at] = np.searchsorted(own, [oldest, cohort.round], side="right")
-            rows[at, 0] = 0 if self.last is None else rows[at, 0]
+            rows[at, 1] = np.searchsorted(own, cohort.round, side="right")
+            if self.last is not None:
+                rows[at, 0] = np.searchsorted(own, cohort.round - self.last, side="right")
         return dataclasses.replace(cohort, rows=rows)

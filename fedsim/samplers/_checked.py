@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from fedsim.aggregators import Mean
 from fedsim.data import Cohort
 from fedsim.samplers._protocol import Sampler
 
@@ -85,6 +86,12 @@ def check_fits(sampler: Sampler, algorithm: Any) -> None:
         raise ValueError(
             f"Expected an algorithm with weighting={expected!r} for {type(inner).__name__}, got weighting={got!r}: its updates "
             f"would not be those of the whole population on average; give weighting={expected!r}, or another sampler."
+        )
+    aggregator = getattr(algorithm, "aggregator", None)
+    if expected is not None and aggregator is not None and type(aggregator.innermost) is not Mean:
+        raise ValueError(
+            f"Expected an algorithm with the aggregator Mean for {type(inner).__name__}, got aggregator={aggregator}: its "
+            "scaled updates are right on average only in the mean. Give another sampler or Mean()."
         )
     names = getattr(sampler, "observes", ())
     if "update_norm" in names and not getattr(algorithm, "update_norms", False):

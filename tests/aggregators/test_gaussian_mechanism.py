@@ -60,12 +60,11 @@ def rounds_of(algorithm, data, rounds, dispatches=1):
     return state, np.stack(aggregates)
 
 
-def adaptive(values, rounds, clip, denominator, weight=1.0, largest=1.0):
+def adaptive(values, rounds, clip, denominator):
     """Returns the aggregates and the norms of the paper's algorithm without noise, for updates on a line."""
     norm, aggregates, norms = clip.start, [], []
     for _ in range(rounds):
-        share = min(weight / largest, 1)
-        aggregates.append(sum(share * np.sign(v) * min(abs(v), norm) for v in values) / denominator)
+        aggregates.append(sum(np.sign(v) * min(abs(v), norm) for v in values) / denominator)
         below = (sum((1 if abs(v) <= norm else 0) - 0.5 for v in values) / denominator) + 0.5
         norm *= np.exp(-clip.learning_rate * (below - clip.quantile))
         norms.append(norm)
@@ -75,9 +74,9 @@ def adaptive(values, rounds, clip, denominator, weight=1.0, largest=1.0):
 def test_without_noise_it_is_the_papers_algorithm_in_numpy():
     values = np.array([0.05, -0.3, 2.0, 0.9, 0.4, -5.0])
     clip = AdaptiveClip(start=0.2, quantile=0.7, learning_rate=0.5)
-    algorithm = send_rows(GaussianMechanism(0.0, clip=clip, denominator=4, largest_weight=8.0), weight=2.0)
+    algorithm = send_rows(GaussianMechanism(0.0, clip=clip, denominator=4))
     state, aggregates = rounds_of(algorithm, population(values), rounds=5)
-    expected, norms = adaptive(values, 5, clip, 4, weight=2.0, largest=8.0)
+    expected, norms = adaptive(values, 5, clip, 4)
     np.testing.assert_allclose(aggregates, np.outer(expected / SIZE**0.5, np.ones(SIZE)), rtol=1e-4)
     np.testing.assert_allclose(state.aggregator["update"], norms[-1], rtol=1e-5)
 
@@ -215,6 +214,11 @@ def test_the_message_has_one_bit_more_if_the_norm_adapts():
         algorithm, data = send_rows(GaussianMechanism(1.0, clip=clip, denominator=1)), population([1.0])
         _, info = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, data.client_ids))
         assert info.clients["bits_up"][0] == 32 * SIZE + more
+
+
+def test_an_adaptive_norm_needs_equal_weights():
+    with pytest.raises(ValueError, match="Expected a number for clip with largest_weight=100.0, got AdaptiveClip"):
+        GaussianMechanism(1.0, clip=AdaptiveClip(), denominator=5, largest_weight=100.0)
 
 
 def test_weights_by_examples_need_a_bound():

@@ -162,6 +162,13 @@ def test_the_audit_names_what_the_server_sees():
     assert "no more than" not in str(fedsim.audit(fedavg(Mean(), fedsim.Jit()), federation.cohort()))
 
 
+def test_a_bound_of_weights_that_makes_most_clients_equal_is_refused():
+    """The median of these clients' numbers of examples is 4."""
+    with pytest.raises(ValueError, match="max_weight of at least 4, the median number of examples of a client, got 1"):
+        fedavg(SecureMean(max_weight=1.0), fedsim.Jit()).check(federation.data())
+    fedavg(SecureMean(max_weight=6.0), fedsim.Jit()).check(federation.data())
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -143,7 +143,7 @@ def test_what_cannot_be_right_is_refused(data, arrival, make):
     with pytest.raises(ValueError, match="on a virtual clock they have no time"):
         fedsim.systems.schedule(arriving, 2, steps=np.ones(len(SIZES), int))
     planned = fedsim.systems.ScheduledSampler(uniform, fedsim.systems.schedule(uniform, 2, steps=np.ones(len(SIZES), int)))
-    with pytest.raises(ValueError, match="Expected rows or arrivals, got both"):
+    with pytest.raises(ValueError, match="neither scales updates nor starts clients from earlier models, got ScheduledSampler"):
         Arriving(planned, arrival).cohort(0)
     diloco = make(cls=fedsim.algorithms.DiLoCo, batches=fedsim.Batches(size=2, steps=2))
     with pytest.raises(ValueError, match="The clients of DiLoCo go on to read their examples in the order of earlier rounds"):

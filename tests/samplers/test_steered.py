@@ -1,6 +1,7 @@
 """Samplers that values steer: their rules against NumPy, and that a cohort is a function of the key and the observations."""
 
 import itertools
+import types
 
 import federation
 import numpy as np
@@ -220,3 +221,13 @@ def test_wrong_values_are_refused():
     }.items():
         with pytest.raises(ValueError, match=error):
             wrong()
+
+
+def test_samplers_that_scale_updates_need_the_mean_and_all_examples():
+    clusters = samplers.ClusteredSampling(data(), clients=3, seed=0)
+    median = types.SimpleNamespace(weighting="uniform", aggregator=fedsim.aggregators.CoordinateMedian())
+    with pytest.raises(ValueError, match="the aggregator Mean for ClusteredSampling, got aggregator=CoordinateMedian"):
+        samplers.check_fits(clusters, median)
+    arriving = samplers.Arriving(clusters, np.zeros(clusters.data.num_examples, int))
+    with pytest.raises(ValueError, match="neither scales updates nor starts clients .*, got ClusteredSampling"):
+        arriving.cohort(0)

@@ -75,6 +75,11 @@ def test_a_random_search_runs_and_is_resumed(tmp_path, capsys):
     assert main(["compare", str(tmp_path / "s")]) == 0
 
 
+def test_several_samplers_are_a_sweep():
+    varied = chosen("--sampler", "uniform,poisson", "--sampler", "power_of_choice(candidates=30)").varied
+    assert varied == {"sampler": ["uniform", "poisson", "power_of_choice(candidates=30)"]}
+
+
 def test_optimizers_are_those_of_optax():
     made = build(RunConfig(client_optimizer="rmsprop(decay=0.8)", client_learning_rate=0.01), Settings()).algorithm
     params = made.model.init(jax.random.key(0))
