@@ -178,7 +178,6 @@ class DividedRound:
         for number in sorted(answers):
             own, entries = answers[number]
             accumulator = own if accumulator is None else self._merge(sent.operands.merge, accumulator, own)
-
             for all_rows, new in zip(jax.tree.leaves(rows), jax.tree.leaves(entries), strict=True):
                 all_rows[slots_of[number]] = new
         after, info = self._end(*self._arguments(state, cohort, plan), sent.live, accumulator, rows)

@@ -149,8 +149,8 @@ def participation_of(sampler: Sampler | Participation) -> Participation:
         return EveryRound() if sampler.clients == population else FixedSize(sampler.clients, population)
     raise ValueError(
         f"Expected a PoissonSampler or a UniformSampler, got {type(sampler).__name__}: who takes part in its rounds is not "
-        "what a privacy accountant assumes. Use fedsim.samplers.PoissonSampler (--sampler poisson), without stragglers and "
-        "without a virtual clock."
+        "what a privacy accountant assumes. Use fedsim.samplers.PoissonSampler (--sampler poisson), without stragglers, "
+        "arriving examples and a virtual clock."
     )
 
 

@@ -101,7 +101,10 @@ class ImportanceByNorm(SteeredSampler):
 
     def probabilities(self, round: int) -> np.ndarray:
         """Returns the probability of each client to take part in a round, ``float64 [population]``."""
-        norms, clients = self.memory(round), self._trainable
+        return self._probabilities(self.memory(round))
+
+    def _probabilities(self, norms: np.ndarray) -> np.ndarray:
+        clients = self._trainable
         known = norms[np.isfinite(norms)]
         filled = known_or(norms, np.full(len(norms), known.mean() if len(known) else 1.0))
         equal, mixed = self.expected / len(clients), np.zeros(len(norms))
@@ -111,7 +114,7 @@ class ImportanceByNorm(SteeredSampler):
 
     def choose(self, round: int, memory: np.ndarray, draw: np.random.Generator) -> np.ndarray:
         """Returns clients that are selected independently."""
-        return np.flatnonzero(draw.random(len(memory)) < self.probabilities(round))
+        return np.flatnonzero(draw.random(len(memory)) < self._probabilities(memory))
 
     def _arrivals(self, round: int, chosen: np.ndarray) -> Arrivals:
         # The aggregator divides by the total weight of the cohort, and the estimate by that of the population.

@@ -106,6 +106,7 @@ sampler.observes)).
 
     def memory(self, round: int) -> Any:
         """Returns what was learned from the rounds before ``round``."""
+        # An earlier round than the known one, as in a replay, is learned from the beginning.
         start, memory = self._known if 0 < self._known[0] <= round else (0, self.begin())
         if start < round:
             memory = copy.deepcopy(memory)
