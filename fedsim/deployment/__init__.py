@@ -14,4 +14,5 @@ from fedsim.deployment._encoding import encode as encode
 from fedsim.deployment._node import Node as Node
 from fedsim.deployment._nodes import NodeError as NodeError
 from fedsim.deployment._nodes import Nodes as Nodes
+from fedsim.deployment._nodes import Received as Received
 from fedsim.deployment._nodes import Replies as Replies

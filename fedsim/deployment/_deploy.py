@@ -16,7 +16,8 @@ from fedsim.aggregators import GaussianMechanism, SecureMean, StackAggregator
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import Experiment, RunConfig, Settings, build
 from fedsim.deployment._deployed import Deployed
-from fedsim.deployment._flower import FlowerNodes, check_flower
+from fedsim.deployment._flower import FlowerNodes
+from fedsim.deployment._processes import FlowerProcesses, check_flower
 from fedsim.durable_files import replace_text
 from fedsim.experiment import Result, run_experiment
 from fedsim.experiment.driving import DEPLOYMENT, Checkpoints, is_personal
@@ -55,7 +56,7 @@ def deploy(
     folder = Path(settings.folder)
     _check_folder(folder, nodes)
     commands = [[sys.executable, "-m", "fedsim.deployment", str(folder / "nodes" / "node.json"), str(i)] for i in range(nodes)]
-    network = FlowerNodes(commands, port=port, wait=wait)
+    network = FlowerNodes(FlowerProcesses(commands, port=port, wait=wait))
     execution = Deployed(nodes=network, folder=folder)
     built = build(config, settings, execution)
     check_deployable(built, nodes)

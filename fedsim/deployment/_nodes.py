@@ -23,6 +23,25 @@ class NodeError(ConnectionError):
     """
 
 
+class Received(NamedTuple):
+    """What came of a message to a node.
+
+    Attributes:
+      message: its name, as `Nodes.send` has returned it.
+      node: the number of the node.
+      reply: None if there is none.
+      why: why there is none.
+
+    >>> Received("7", 1, None, "its worker has ended").reply is None
+    True
+    """
+
+    message: str
+    node: int
+    reply: bytes | None
+    why: str = ""
+
+
 class Replies(NamedTuple):
     """What came of a request to several nodes.
 
@@ -39,7 +58,7 @@ class Replies(NamedTuple):
 
 
 class Nodes:
-    """Nodes, numbered from 0. A subclass carries the messages.
+    """Nodes, numbered from 0. A subclass carries the messages: it defines `send` and `receive`.
 
     Attributes:
       count: how many there are.
@@ -47,9 +66,12 @@ class Nodes:
     Here a single node answers every message by its length:
 
     >>> class Near(Nodes):
-    ...     count = 1
-    ...     def ask(self, requests):
-    ...         return Replies({number: encode([], {"bytes": len(blobs["clients"])}) for number, blobs in requests.items()}, {})
+    ...     count, replies = 1, []
+    ...     def send(self, number, blobs):
+    ...         self.replies.append(Received("m", number, encode([], {"bytes": len(blobs["clients"])})))
+    ...         return "m"
+    ...     def receive(self):
+    ...         return [self.replies.pop()]
     >>> Near().introductions()
     {0: {'bytes': 64}}
     """
@@ -69,4 +91,23 @@ class Nodes:
 
     def ask(self, requests: Mapping[int, Blobs]) -> Replies:
         """Sends each node its request, and waits until every node has answered or is lost."""
+        asked = {self.send(number, blobs) for number, blobs in requests.items()}
+        replies: dict[int, bytes] = {}
+        lost: dict[int, str] = {}
+        while len(replies) + len(lost) < len(asked):
+            for message, number, reply, why in self.receive():
+                if message not in asked:
+                    continue
+                if reply is None:
+                    lost[number] = why
+                else:
+                    replies[number] = reply
+        return Replies(replies, lost)
+
+    def send(self, number: int, blobs: Blobs) -> str:
+        """Sends a message to a node, and returns a name that no other message has."""
+        raise NotImplementedError
+
+    def receive(self) -> list[Received]:
+        """Returns what has come of messages since the last call; if nothing has, it may wait a moment."""
         raise NotImplementedError

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from fedsim.deployment import NodeError
-from fedsim.deployment._flower import FlowerNodes
+from fedsim.deployment._processes import FlowerProcesses
 from fedsim.experiment import RunConfig, Settings, build, read_config, run_experiment
 from fedsim.experiment.driving import Checkpoints
 from fedsim.saved_arrays import checkpoint_folder, read_arrays
@@ -120,7 +120,7 @@ def test_without_flower_the_error_names_the_extra(monkeypatch, tmp_path):
 def test_a_port_in_use_is_named():
     import socket
 
-    from fedsim.deployment._flower import _checked_port
+    from fedsim.deployment._processes import _checked_port
 
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -158,8 +158,8 @@ def test_a_run_that_was_not_deployed_is_not_continued_on_nodes(tmp_path, monkeyp
     ],
 )
 def test_a_node_that_does_not_come_is_named(code, wait, message):
-    nodes = FlowerNodes([[sys.executable, "-c", code]], wait=wait)
-    with pytest.raises(NodeError, match=message), nodes:
+    processes = FlowerProcesses([[sys.executable, "-c", code]], wait=wait)
+    with pytest.raises(NodeError, match=message), processes:
         pass
-    assert not nodes._folder.exists()
-    assert all(process.poll() is not None for process in nodes._processes.values())
+    assert not processes.folder.exists()
+    assert all(process.poll() is not None for process in processes._processes.values())
