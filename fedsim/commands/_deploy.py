@@ -12,6 +12,12 @@ _GROUP = "nodes"
 NETWORK = {
     "port": Option(_GROUP, int | None, None, "Port of Flower's SuperLink on this machine; default: a free one."),
     "wait": Option(_GROUP, float, 120.0, "Most seconds until all nodes have come."),
+    "secure": Option(
+        _GROUP,
+        bool,
+        False,
+        "Encrypt messages (TLS) and refuse nodes without a key; certificates and keys are made for the run.",
+    ),
 }
 _NODES = Option(_GROUP, int, 2, "Number of nodes. Each has a share of the clients, whose data stay there.")
 

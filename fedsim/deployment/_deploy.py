@@ -27,8 +27,9 @@ _SIMULATE = "simulate it (fedsim run)"
 
 
 def deploy(
-    config: RunConfig, settings: Settings, *, nodes: int = 2, port: int | None = None, wait: float = 120.0, table: bool = True
-) -> Result:
+    config: RunConfig, settings: Settings, *, nodes: int = 2, port: int | None = None, wait: float = 120.0,
+    secure: bool = False, table: bool = True,
+) -> Result:  # fmt: skip
     """Trains on nodes that are processes of their own on this machine and talk over Flower's network.
 
     Args:
@@ -37,6 +38,7 @@ def deploy(
       nodes: the number of nodes, each with a share of the clients.
       port: of Flower's SuperLink; None chooses a free one.
       wait: the most seconds until all nodes have come.
+      secure: whether messages are encrypted, and nodes without a key are refused; certificates and keys are made for this run.
       table: whether to print the closing table.
 
     Raises:
@@ -56,7 +58,7 @@ def deploy(
     folder = Path(settings.folder)
     _check_folder(folder, nodes)
     commands = [[sys.executable, "-m", "fedsim.deployment", str(folder / "nodes" / "node.json"), str(i)] for i in range(nodes)]
-    network = FlowerNodes(FlowerProcesses(commands, port=port, wait=wait))
+    network = FlowerNodes(FlowerProcesses(commands, port=port, wait=wait, secure=secure))
     execution = Deployed(nodes=network, folder=folder)
     built = build(config, settings, execution)
     check_deployable(built, nodes)

@@ -72,13 +72,13 @@ class FlowerNodes(Nodes):
     def _meet(self) -> None:
         """Waits until all nodes have registered, and asks them for their numbers."""
         few = f"fewer than {self.count} nodes have registered at the SuperLink"
-        self._processes.wait_until(lambda: len(self._registered()) >= self.count, few)
-        ids = self._ids = dict(enumerate(self._registered()))
+        self._processes.wait_until(lambda: len(self.registered()) >= self.count, few)
+        ids = self._ids = dict(enumerate(self.registered()))
         met = super().introductions()
         self._ids = {facts["node"]: ids[at] for at, facts in met.items()}
         self._introductions = {facts["node"]: facts for facts in met.values()}
 
-    def _registered(self) -> list[str]:
+    def registered(self) -> list[str]:
         """Returns Flower's names of the nodes that it knows."""
         names: list[str] = self._of_relay({"do": "nodes"})["nodes"]
         return names

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from fedsim.deployment import _relay
+from fedsim.deployment._certificates import Certificates, check_certificate
 from fedsim.deployment._nodes import NodeError
 from fedsim.experiment.driving import Interruption
 
@@ -57,9 +58,13 @@ class FlowerProcesses:
       commands: for each node, the command that starts its worker; the path of its socket is added.
       port: of the SuperLink; None chooses a free one.
       wait: the most seconds until all nodes have come.
+      secure: whether messages are encrypted, and nodes without a key are refused. Certificates and keys are those of this
+        context.
 
     Attributes:
       count: the number of nodes.
+      address: of the SuperLink, within the context.
+      folder: of the network's files, within the context.
       driver: the connection to Flower's ServerApp, within the context.
 
     Raises:
@@ -68,12 +73,16 @@ class FlowerProcesses:
       NodeError: a process has ended, or a node has not come in time.
     """
 
+    address: str
+    folder: Path
     driver: Connection
 
-    def __init__(self, commands: Sequence[Sequence[str]], *, port: int | None = None, wait: float = 120.0) -> None:
+    def __init__(
+        self, commands: Sequence[Sequence[str]], *, port: int | None = None, wait: float = 120.0, secure: bool = False
+    ) -> None:
         check_flower()
         self.count, self._commands, self._port, self._wait = len(commands), commands, port, wait
-        self._until = 0.0
+        self._until, self._secure = 0.0, secure
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = contextlib.ExitStack()
 
@@ -124,23 +133,28 @@ class FlowerProcesses:
         return "\n".join(["The last lines of the processes:", *(f"  {name}: {self._end_of(name)}" for name in self._processes)])
 
     def _start(self) -> None:
-        environment, superlink = self._environment(), _checked_port(self._port)
-        address = f"127.0.0.1:{superlink}"
+        environment, superlink = self.environment(), _checked_port(self._port)
+        address = self.address = f"127.0.0.1:{superlink}"
         self._until = time.monotonic() + self._wait
         sockets = [self.folder / f"{number}" for number in range(self.count)]
         for number, (command, path) in enumerate(zip(self._commands, sockets, strict=True)):
             self._run(
                 f"worker of node {number}", [*command, str(path)], os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             )
-        link = ["--insecure", "--host", "127.0.0.1", "--port", str(superlink), "--disable-runtime-dependency-installation"]
+        certificates = Certificates(self.folder / "certificates", self.count) if self._secure else None
+        link, of_node, connection = _options(certificates)
+        link += ["--host", "127.0.0.1", "--port", str(superlink), "--disable-runtime-dependency-installation"]
         self._run("SuperLink", ["flower-superlink", *link], environment)
         self.wait_until(lambda: _answers(superlink), "the SuperLink did not start")
+        (self.folder / "config.toml").write_text(f'[superlink.fedsim]\naddress = "{address}"\n{connection}\n')
+        if certificates is not None:
+            check_certificate(certificates.authority, "127.0.0.1", superlink)
+            self._register([certificates.public_node_key(number) for number in range(self.count)], environment)
         ports = [_free_port() for _ in sockets]
         for number, (path, port) in enumerate(zip(sockets, ports, strict=True)):
-            own = ["--insecure", "--superlink", address, "--port", str(port), "--node-config", f'{_relay.WORKER}="{path}"']
+            own = [*of_node(number), "--superlink", address, "--port", str(port), "--node-config", f'{_relay.WORKER}="{path}"']
             self._run(f"SuperNode {number}", ["flower-supernode", *own], environment)
         app = self._written_app()
-        (self.folder / "config.toml").write_text(f'[superlink.fedsim]\naddress = "{address}"\ninsecure = true\n')
         with Listener(str(self.folder / "driver"), "AF_UNIX") as listener:
             listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
             self._run("flwr run", ["flwr", "run", str(app), "fedsim"], environment)
@@ -148,7 +162,16 @@ class FlowerProcesses:
         for path, number in zip(sockets, range(self.count), strict=True):
             self.wait_until(path.exists, f"the worker of node {number} was not ready")
 
-    def _environment(self) -> dict[str, str]:
+    def _register(self, keys: Sequence[Path], environment: Mapping[str, str]) -> None:
+        """Makes the public keys of the nodes known to the SuperLink."""
+        names = [f"registration of node {number}" for number in range(len(keys))]
+        for name, key in zip(names, keys, strict=True):
+            self._run(name, ["flwr", "supernode", "register", str(key), "fedsim"], environment)
+        done = [self._processes[name] for name in names]
+        self.wait_until(lambda: all(process.poll() == 0 for process in done), "the SuperLink did not register the nodes' keys")
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables of the environment with which Flower's processes start."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         return os.environ | {
             "PATH": path,
@@ -214,6 +237,19 @@ def _group_lives(process: subprocess.Popen[bytes]) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def _options(certificates: Certificates | None) -> tuple[list[str], Callable[[int], list[str]], str]:
+    """Returns how the SuperLink, the SuperNodes and ``flwr run`` connect: options of the first two, a line for the third."""
+    if certificates is None:
+        return ["--insecure"], lambda number: ["--insecure"], "insecure = true"
+    authority, certificate, key = map(str, (certificates.authority, certificates.certificate, certificates.key))
+    files = ["--ssl-ca-certfile", authority, "--ssl-certfile", certificate, "--ssl-keyfile", key]
+
+    def of_node(number: int) -> list[str]:
+        return ["--root-certificates", authority, "--auth-supernode-private-key", str(certificates.node_key(number))]
+
+    return [*files, "--enable-supernode-auth"], of_node, f'root-certificates = "{authority}"'
 
 
 def _checked_port(port: int | None) -> int:
