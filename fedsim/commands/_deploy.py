@@ -6,28 +6,46 @@ from fedsim.commands._configuration import configured
 from fedsim.commands._options import Option
 from fedsim.commands._run import with_folder
 from fedsim.commands._training import use_devices
-from fedsim.deployment import deploy
+from fedsim.deployment import deploy, write_app
 
 _GROUP = "nodes"
 NETWORK = {
     "port": Option(_GROUP, int | None, None, "Port of Flower's SuperLink on this machine; default: a free one."),
     "wait": Option(_GROUP, float, 120.0, "Most seconds until all nodes have come."),
+}
+_NODES = {
+    "nodes": Option(_GROUP, int, 2, "Number of nodes. Each has a share of the clients, whose data stay there."),
+    "node_data": Option(
+        _GROUP,
+        str | None,
+        None,
+        "The nodes' own data, instead of shares of the dataset: a packed file, or a folder with the dataset's files, with "
+        "{node} for the node's number. The dataset gives the test data.",
+    ),
     "secure": Option(
         _GROUP,
         bool,
         False,
         "Encrypt messages (TLS) and refuse nodes without a key; certificates and keys are made for the run.",
     ),
+    "app": Option(
+        _GROUP, str | None, None, "Folder: write the run as an app for a federation of Flower that exists, and do not start it."
+    ),
 }
-_NODES = Option(_GROUP, int, 2, "Number of nodes. Each has a share of the clients, whose data stay there.")
 
 
 def main(arguments: list[str]) -> int:
     """Runs ``fedsim deploy`` with these arguments and returns the exit status."""
     about = "Train as `fedsim run` does, on nodes: processes on this machine that talk over Flower's network."
-    chosen = configured(arguments, "fedsim deploy", about, {"nodes": _NODES} | NETWORK)
+    chosen = configured(arguments, "fedsim deploy", about, _NODES | NETWORK)
     if chosen.varied or chosen.seeds:
         raise ValueError("Expected a single run to deploy, got several values or seeds: deploy each run alone.")
     use_devices(1)
-    result = deploy(chosen.config, with_folder(chosen.config, chosen.settings), **chosen.others)
+    settings = with_folder(chosen.config, chosen.settings)
+    if (app := chosen.others.pop("app")) is not None:
+        given = {name: chosen.others[name] for name in ("nodes", "node_data")}
+        write_app(app, chosen.config, settings, **given)
+        print(f"{app}/README.md says how to run the app.")
+        return 0
+    result = deploy(chosen.config, settings, **chosen.others)
     return 128 + result.interrupted if result.interrupted else 0

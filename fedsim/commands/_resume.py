@@ -8,7 +8,7 @@ from fedsim import distributed, experiment
 from fedsim.commands._deploy import NETWORK
 from fedsim.commands._options import PROCESSES, RUNS_CODE, TRUST, Option, options_of, parse
 from fedsim.commands._training import HOW, connected, train, use_devices
-from fedsim.deployment import deploy, deployed_nodes
+from fedsim.deployment import deploy, deployment_of
 from fedsim.experiment import Settings
 from fedsim.experiment.driving import check_trusted, stored_run
 from fedsim.sweeps import change_rounds
@@ -39,8 +39,12 @@ def main(arguments: list[str]) -> int:
     options = (
         {"rounds": _ROUNDS} | options_of(Settings, stored["settings"], leave_out=["folder"]) | {"trust": TRUST} | PROCESSES
     )
-    nodes = deployed_nodes(folder)
-    if nodes is not None:
+    deployed = deployment_of(folder)
+    if deployed is not None:
+        if deployed["app"]:
+            raise ValueError(
+                f"The run in {folder} was deployed by an app: continue it with `flwr run`, as the app's README says."
+            )
         options = {name: option for name, option in options.items() if name not in PROCESSES} | NETWORK
     if "seeds" in stored:
         options["how"] = HOW._replace(default=stored.get("how"))
@@ -51,7 +55,7 @@ def main(arguments: list[str]) -> int:
     processes = {name: chosen.pop(name, None) for name in PROCESSES}
     network = {name: chosen.pop(name) for name in NETWORK if name in chosen}
     settings = Settings(**chosen, folder=folder)
-    if nodes is None:
+    if deployed is None:
         settings = connected(settings, processes)
     else:
         use_devices(1)
@@ -59,7 +63,8 @@ def main(arguments: list[str]) -> int:
         distributed.in_first(lambda: change_rounds(folder, rounds, settings))
         stored = experiment.read_sweep(folder) or experiment.read_config(folder)
     config, _ = stored_run(folder, stored)
-    if nodes is not None:
-        result = deploy(config, settings, nodes=nodes, **network)
+    if deployed is not None:
+        given = {name: deployed[name] for name in ("nodes", "secure", "node_data")}
+        result = deploy(config, settings, **given, **network)
         return 128 + result.interrupted if result.interrupted else 0
     return train(config, settings, stored.get("varied", {}), stored.get("seeds"), how, stored.get("differing", ()))

@@ -67,7 +67,9 @@ class Hyperparameter(NamedTuple):
     default: Any
 
 
-def build(config: RunConfig, settings: Settings, execution: Execution | None = None) -> Experiment:
+def build(
+    config: RunConfig, settings: Settings, execution: Execution | None = None, splits: datasets.FederatedSplits | None = None
+) -> Experiment:
     """Loads the data and builds the algorithm and the sampler.
 
     Names of the form ``FILE.py:NAME`` and ``MODULE:NAME`` are imported, which runs their code.
@@ -76,6 +78,7 @@ def build(config: RunConfig, settings: Settings, execution: Execution | None = N
       config: the configuration.
       settings: the settings, of which only the execution is used.
       execution: replaces that of the settings.
+      splits: replace the dataset, which is then not loaded.
 
     Raises:
       ValueError: the dataset, model or algorithm is unknown; the algorithm does not have a hyperparameter or refuses its
@@ -85,18 +88,21 @@ def build(config: RunConfig, settings: Settings, execution: Execution | None = N
     >>> experiment.algorithm.mu, experiment.sampler.clients
     (0.1, 10)
     """
-    (experiment,) = build_members([config], settings, execution)
+    (experiment,) = build_members([config], settings, execution, splits)
     return experiment
 
 
-def build_members(configs: Sequence[RunConfig], settings: Settings, execution: Execution | None = None) -> list[Experiment]:
+def build_members(
+    configs: Sequence[RunConfig], settings: Settings, execution: Execution | None = None,
+    splits: datasets.FederatedSplits | None = None,
+) -> list[Experiment]:  # fmt: skip
     """Builds the objects of several runs, which share the data, models and samplers that are equal.
 
     Runs with different seeds have different data if the dataset is drawn with the seed, see `RunConfig.drawn_dataset`.
 
     Args:
       configs: one or more.
-      settings, execution: see `build`.
+      settings, execution, splits: see `build`.
 
     Raises:
       ValueError: see `build`. If there are several configurations, all are checked before the first run.
@@ -105,7 +111,7 @@ def build_members(configs: Sequence[RunConfig], settings: Settings, execution: E
     >>> one.sampler is other.sampler, one.algorithm is other.algorithm
     (True, False)
     """
-    class_of, load = functools.cache(algorithm_class), functools.cache(functools.partial(_load, configs))
+    class_of, load = functools.cache(algorithm_class), functools.cache(functools.partial(_load, configs, splits))
 
     models_of: Callable[..., Model | None] = functools.cache(_model_of)
     defaults: dict[str, Any] = {}  # the models by dataset, which do not depend on the seed
@@ -120,12 +126,12 @@ def build_members(configs: Sequence[RunConfig], settings: Settings, execution: E
         made.append(_algorithm(cls, model, config, execution or settings.executor(), nodes))
     samplers: dict[Any, Sampler] = {}
     experiments = []
-    for algorithm, config, splits in zip(made, configs, load(), strict=True):
-        key = id(splits.train), *(getattr(config, name) for name in options_of_samplers())
+    for algorithm, config, own in zip(made, configs, load(), strict=True):
+        key = id(own.train), *(getattr(config, name) for name in options_of_samplers())
         if key not in samplers:
-            samplers[key] = _sampler(_with_few_labels(splits.train, type(algorithm), config), config, algorithm)
+            samplers[key] = _sampler(_with_few_labels(own.train, type(algorithm), config), config, algorithm)
         algorithm = _reporting_for(algorithm, samplers[key])
-        experiment = Experiment(algorithm, samplers[key], splits.test, splits.validation)
+        experiment = Experiment(algorithm, samplers[key], own.test, own.validation)
         experiments.append(_with_privacy(_with_virtual_clock(experiment, config), config))
     _share_programs([experiment.algorithm for experiment in experiments], configs)
     return experiments
@@ -135,8 +141,10 @@ def _fields(cls: type[Algorithm]) -> set[str]:
     return {field.name for field in dataclasses.fields(cls)}
 
 
-def _load(configs: Sequence[RunConfig]) -> list[datasets.FederatedSplits]:
+def _load(configs: Sequence[RunConfig], given: datasets.FederatedSplits | None) -> list[datasets.FederatedSplits]:
     """Loads the dataset of each run: equal ones once, so that the runs share its memory."""
+    if given is not None:
+        return [given] * len(configs)
     loaded: dict[Any, datasets.FederatedSplits] = {}
     divided: dict[Any, datasets.FederatedSplits] = {}
     files: list[tuple[Any, datasets.FederatedSplits]] = []

@@ -4,10 +4,15 @@ The server's part of a round runs in one process, and the clients at nodes, whic
 `docs/deployment.md`.
 """
 
+from fedsim.deployment._app import ExistingNetwork as ExistingNetwork
+from fedsim.deployment._app import server_app as server_app
+from fedsim.deployment._app import write_app as write_app
+from fedsim.deployment._certificates import Certificates as Certificates
+from fedsim.deployment._certificates import check_certificate as check_certificate
 from fedsim.deployment._deploy import check_deployable as check_deployable
 from fedsim.deployment._deploy import check_options as check_options
 from fedsim.deployment._deploy import deploy as deploy
-from fedsim.deployment._deploy import deployed_nodes as deployed_nodes
+from fedsim.deployment._deploy import deployment_of as deployment_of
 from fedsim.deployment._deployed import Deployed as Deployed
 from fedsim.deployment._encoding import decode as decode
 from fedsim.deployment._encoding import encode as encode

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fedsim import checks
+from fedsim import checks, datasets
 from fedsim.aggregators import GaussianMechanism, SecureMean, StackAggregator
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import Experiment, RunConfig, Settings, build
 from fedsim.deployment._deployed import Deployed
 from fedsim.deployment._flower import FlowerNodes
+from fedsim.deployment._nodes import NodeError
+from fedsim.deployment._own_data import described_population
 from fedsim.deployment._processes import FlowerProcesses, check_flower
 from fedsim.durable_files import replace_text
 from fedsim.experiment import Result, run_experiment
@@ -28,7 +30,7 @@ _SIMULATE = "simulate it (fedsim run)"
 
 def deploy(
     config: RunConfig, settings: Settings, *, nodes: int = 2, port: int | None = None, wait: float = 120.0,
-    secure: bool = False, table: bool = True,
+    secure: bool = False, node_data: str | None = None, table: bool = True,
 ) -> Result:  # fmt: skip
     """Trains on nodes that are processes of their own on this machine and talk over Flower's network.
 
@@ -39,6 +41,9 @@ def deploy(
       port: of Flower's SuperLink; None chooses a free one.
       wait: the most seconds until all nodes have come.
       secure: whether messages are encrypted, and nodes without a key are refused; certificates and keys are made for this run.
+      node_data: None if the nodes divide the clients of the run's dataset. Otherwise each node has its own clients, in a packed
+        file or a folder with the dataset's files: the path, in which ``{node}`` is replaced by the node's number. The dataset
+        then gives the test data and the form of the examples alone.
       table: whether to print the closing table.
 
     Raises:
@@ -51,24 +56,74 @@ def deploy(
     ...
     ValueError: Expected a run that can be deployed, got attack='sign_flip': simulate it (fedsim run), or leave it out.
     """
-    check_options(config, settings)
+    check_options(config, settings, node_data)
     checks.whole(1, nodes=nodes)
     check_flower()
     assert settings.folder is not None
     folder = Path(settings.folder)
     _check_folder(folder, nodes)
+    given = for_nodes(config, settings, nodes, node_data)
+    (folder / "nodes").mkdir(parents=True, exist_ok=True)
+    replace_text(folder / "nodes" / "node.json", json.dumps(given | {"folder": str(folder.absolute() / "nodes")}) + "\n")
     commands = [[sys.executable, "-m", "fedsim.deployment", str(folder / "nodes" / "node.json"), str(i)] for i in range(nodes)]
     network = FlowerNodes(FlowerProcesses(commands, port=port, wait=wait, secure=secure))
+    return run_on(network, config, settings, node_data=node_data, secure=secure, table=table)
+
+
+def run_on(
+    network: FlowerNodes, config: RunConfig, settings: Settings, *,
+    node_data: str | None = None, secure: bool = False, app: bool = False, table: bool = True,
+) -> Result:  # fmt: skip
+    """Trains on the nodes of a network, which it starts and ends.
+
+    Args:
+      network: the nodes.
+      config, settings, node_data, secure, table: see `deploy`.
+      app: whether Flower has started this process.
+
+    Raises:
+      ValueError: the run cannot be deployed, or the folder has a run that was not deployed, or on other nodes.
+      ConnectionError: nodes do not come, report an error, have other data than before, or are all lost.
+    """
+    assert settings.folder is not None
+    folder = Path(settings.folder)
+    _check_folder(folder, network.count)
     execution = Deployed(nodes=network, folder=folder)
-    built = build(config, settings, execution)
-    check_deployable(built, nodes)
-    _prepare(folder, config, settings, nodes)
+    if node_data is None:
+        built = build(config, settings, execution)
+        check_deployable(built, network.count)
+    known = {"nodes": network.count, "secure": secure, "node_data": node_data, "app": app}
     with _terminated(), network:
+        if node_data is not None:
+            built = build(config, settings, execution, _splits_of_nodes(config, network))
+            check_deployable(built, network.count)
+            known["populations"] = _same_populations(folder, network)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / DEPLOYMENT, json.dumps(known) + "\n")
         execution.check(checked_cohort(built.sampler, 0))
         return run_experiment(built, config, settings, progress=settings.progress, table=table)
 
 
-def check_options(config: RunConfig, settings: Settings) -> None:
+def _splits_of_nodes(config: RunConfig, network: FlowerNodes) -> datasets.FederatedSplits:
+    """Returns the run's dataset, of which the clients of the nodes replace the training data."""
+    splits = datasets.load(config.drawn_dataset, data=config.data)
+    told = {number: facts["data"] for number, facts in network.introductions().items()}
+    population, network.first = described_population(told, splits.train)
+    return dataclasses.replace(splits, train=population)
+
+
+def _same_populations(folder: Path, network: FlowerNodes) -> list[Any]:
+    """Returns what identifies the data of each node. Raises ``NodeError`` if the run in the folder began with others."""
+    now = [facts["population"] for _, facts in sorted(network.introductions().items())]
+    for number, (before, own) in enumerate(zip((deployment_of(folder) or {}).get("populations", now), now, strict=True)):
+        if before != own:
+            raise NodeError(
+                f"Node {number} has other data than when the run in {folder} began: restore them, or begin a new run."
+            )
+    return now
+
+
+def check_options(config: RunConfig, settings: Settings, node_data: str | None = None) -> None:
     """Raises ``ValueError`` if options of a run have no meaning in a deployment.
 
     >>> check_options(RunConfig(), Settings(folder="runs/a"))
@@ -82,6 +137,12 @@ def check_options(config: RunConfig, settings: Settings) -> None:
     given = {name: getattr(config, name) for name in (*config.clock_options, "attack", "topology") if getattr(config, name)}
     for name, value in given.items():
         raise ValueError(f"Expected a run that can be deployed, got {name}={value!r}: {_SIMULATE}, or leave it out.")
+    for name in ("validation", "labels") if node_data is not None else ():
+        if (value := getattr(config, name)) is not None:
+            raise ValueError(
+                f"Expected {name}=None with data of the nodes' own, got {name}={value!r}: the server has no examples of theirs "
+                "to choose from. Leave it out."
+            )
     speed = {name: getattr(settings, name) for name in ("execution", "devices", "mesh", "memory")}
     allowed: dict[str, tuple[Any, ...]] = {
         "execution": ("auto", "jit"), "devices": (None, 1), "mesh": (None,), "memory": ("auto", "resident")
@@ -128,19 +189,22 @@ def check_deployable(built: Experiment, nodes: int) -> None:
         raise ValueError(f"Expected nodes <= {data.num_clients} (the clients), got nodes={nodes}: use fewer.")
 
 
-def deployed_nodes(folder: str | Path) -> int | None:
-    """Returns the number of nodes of the deployment in a run folder; None if it is not that of a deployment.
+def deployment_of(folder: str | Path) -> dict[str, Any] | None:
+    """Returns how the run in a folder was deployed: the arguments ``nodes``, ``secure`` and ``node_data`` of `deploy`.
 
-    >>> deployed_nodes("no such folder") is None
+    None if it was not deployed. ``app`` says whether it was by an app, see `write_app`.
+
+    >>> deployment_of("no such folder") is None
     True
     """
     path = Path(folder) / DEPLOYMENT
-    return int(json.loads(path.read_text(encoding="utf-8"))["nodes"]) if path.exists() else None
+    usual = {"secure": False, "node_data": None, "app": False}
+    return usual | json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _check_folder(folder: Path, nodes: int) -> None:
     """Raises ``ValueError`` if a folder has a run that nodes cannot go on with."""
-    known = deployed_nodes(folder)
+    known = (deployment_of(folder) or {}).get("nodes")
     if known is None and Checkpoints(folder / "checkpoints").rounds():
         raise ValueError(
             f"The run in {folder} was not deployed, so its nodes have nothing to go on with: choose another folder."
@@ -149,13 +213,10 @@ def _check_folder(folder: Path, nodes: int) -> None:
         raise ValueError(f"Expected nodes={known}, as the run in {folder} has, got nodes={nodes}: the clients belong to these.")
 
 
-def _prepare(folder: Path, config: RunConfig, settings: Settings, nodes: int) -> None:
-    """Writes what the workers of nodes read, and that this is a deployment."""
-    (folder / "nodes").mkdir(parents=True, exist_ok=True)
-    replace_text(folder / DEPLOYMENT, json.dumps({"nodes": nodes}) + "\n")
+def for_nodes(config: RunConfig, settings: Settings, nodes: int, node_data: str | None) -> dict[str, Any]:
+    """Returns what the workers of nodes read."""
     own = dataclasses.asdict(dataclasses.replace(settings, execution="jit", devices=None))
-    given = {"config": dataclasses.asdict(config), "settings": own, "nodes": nodes, "folder": str(folder.absolute() / "nodes")}
-    replace_text(folder / "nodes" / "node.json", json.dumps(given) + "\n")
+    return {"config": dataclasses.asdict(config), "settings": own, "nodes": nodes, "node_data": node_data}
 
 
 @contextlib.contextmanager

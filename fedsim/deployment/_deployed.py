@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedsim import rng
 from fedsim.data import Cohort, population_identity
@@ -42,7 +41,7 @@ class Deployed(Execution):
 
     Two nodes in this process:
 
-    >>> import tempfile, fedsim
+    >>> import tempfile, fedsim, numpy as np
     >>> from fedsim.deployment import Node
     >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
     >>> sampler, folder = fedsim.UniformSampler(data, clients=2, seed=0), Path(tempfile.mkdtemp())
@@ -66,7 +65,9 @@ class Deployed(Execution):
         Raises:
           NodeError: a node does not answer, has other versions of fedsim and JAX, or other data.
         """
-        expected = {"versions": versions(), "population": population_identity(cohort.data)}
+        expected: dict[str, Any] = {"versions": versions()}
+        if self.nodes.first is None:  # Otherwise the server has no examples to compare.
+            expected["population"] = population_identity(cohort.data)
         expected = json.loads(json.dumps(expected))
         for number, facts in self.nodes.introductions().items():
             for name, own in expected.items():
@@ -101,13 +102,14 @@ class Deployed(Execution):
         round = rounds[cohort.slots, key.dtype]
         sent = round.begin(state, cohort)
         shared, of_clients = leaves_of(sent.operands)
-        slots_of = [np.flatnonzero(cohort.clients % self.nodes.count == number) for number in range(self.nodes.count)]
+        slots_of = self.nodes.slots_of(cohort.clients)
         blob, record = encode(shared, {}), _Deliveries(self.folder, cohort.round)
         requests: dict[int, Blobs] = {}
         for number, slots in enumerate(slots_of):
             if len(slots):
                 own = [leaf[slots] for leaf in of_clients] + ([] if cohort.work is None else [cohort.work[slots]])
                 facts = {"round": cohort.round, "slots": cohort.slots, "has_work": cohort.work is not None}
+                facts["first"] = None if self.nodes.first is None else self.nodes.first[number]
                 memories = {"answered": record.answered(number), "saved": checkpoint_rounds(self.folder / "checkpoints")}
                 requests[number] = {"shared": blob, "clients": encode(own, facts | memories)}
         began = time.perf_counter()

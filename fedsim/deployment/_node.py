@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import dataclasses
 import json
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import psutil
 
 from fedsim import rng
 from fedsim._version import __version__
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import RunConfig, Settings, build
 from fedsim.data import ClientRows, Cohort, population_identity
+from fedsim.datasets import FederatedSplits, describe
 from fedsim.deployment import _relay
 from fedsim.deployment._encoding import decode, encode
 from fedsim.deployment._nodes import Blobs
+from fedsim.deployment._own_data import describe_data, load_own_data
 from fedsim.execution import DividedRound
 from fedsim.experiment.driving import Checkpoints, rows_identity
 from fedsim.rounds import FederatedState, Operands
@@ -37,10 +44,11 @@ class Node:
 
     Args:
       algorithm: that of the server.
-      sampler: of the population, of which the node keeps the examples of its own clients.
+      sampler: of the population, of which the node keeps the examples of its own clients; with ``own``, of these alone.
       number: of the node, from 0.
       nodes: how many there are.
       folder: where the node stores what its clients keep, so that it survives the node's process.
+      own: whether the node has data of its own, which no other process knows.
 
     A node answers in bytes what it is asked in bytes:
 
@@ -52,12 +60,16 @@ class Node:
     (1, ['1'])
     """
 
-    def __init__(self, algorithm: Algorithm, sampler: Sampler, number: int, nodes: int, folder: Path) -> None:
+    def __init__(
+        self, algorithm: Algorithm, sampler: Sampler, number: int, nodes: int, folder: Path, *, own: bool = False
+    ) -> None:
         data = checked_cohort(sampler, 0).data
         algorithm.check(data)
         self.number, self._algorithm = number, algorithm
         self._facts = {"node": number, "versions": versions(), "population": population_identity(data)}
-        self.data = data.select(data.client_ids[number::nodes])
+        self.data = data if own else data.select(data.client_ids[number::nodes])
+        if own:
+            self._facts["data"] = describe_data(data)
         self._nodes = nodes
         self._server = jax.eval_shape(algorithm.init, jax.random.key(0))
         self._rounds: dict[Any, DividedRound] = {}
@@ -87,9 +99,13 @@ class Node:
             self._rounds[facts["slots"], key] = made
         round = self._rounds[facts["slots"], key]
         operands = operands_of(round, shared, of_clients)
-        own, at = np.asarray(operands.clients.position), facts["round"]
-        cohort = Cohort(self.data, own // self._nodes, at, rng.root(0), work=work)
-        if (own % self._nodes != self.number).any() or (cohort.sizes != np.asarray(operands.clients.size)).any():
+        own, at, first = np.asarray(operands.clients.position), facts["round"], facts["first"]
+        if first is None:
+            local, known = own // self._nodes, own % self._nodes == self.number
+        else:
+            local, known = own - first, (own >= first) & (own < first + self.data.num_clients)
+        cohort = Cohort(self.data, np.where(known, local, 0), at, rng.root(0), work=work)
+        if not known.all() or (cohort.sizes != np.asarray(operands.clients.size)).any():
             raise ValueError(
                 f"Expected the clients of node {self.number}, with as many examples as the server knows, got others: use the "
                 "same dataset at the server and at all nodes."
@@ -158,13 +174,25 @@ def operands_of(round: DividedRound, shared: Sequence[Any], of_clients: Sequence
     return like._replace(**values, clients=jax.tree.unflatten(given[1], of_clients), rows=())
 
 
-def serve(node: Node, path: str) -> None:
-    """Answers the messages that arrive at a Unix socket, one after another, until the process that started this one ends."""
-    parent = os.getppid()
+def serve(node: Node, path: str, *, watched: int | None = None, idle: float = math.inf) -> None:
+    """Answers the messages that arrive at a Unix socket, one after another, until another process ends.
+
+    Args:
+      node: answers.
+      path: of the socket.
+      watched: the number of the other process; by default it is the one that started this one.
+      idle: the most seconds without a message.
+    """
+    parent, since = os.getppid(), [time.monotonic()]
+
+    def alive() -> bool:
+        return os.getppid() == parent if watched is None else psutil.pid_exists(watched)
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while alive() and time.monotonic() - since[0] < idle:
             time.sleep(1)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -175,23 +203,49 @@ def serve(node: Node, path: str) -> None:
             with listener.accept() as connection:
                 try:
                     _, blobs = _relay.receive(connection)
+                    since[0] = math.inf  # It works, for however long.
                     _relay.send(connection, {}, {"reply": node.answer(blobs)})
                 except (EOFError, ConnectionError):
-                    continue  # Flower has ended the process of the app.
+                    pass  # Flower has ended the process of the app.
+                since[0] = time.monotonic()
 
 
-def main(arguments: Sequence[str], load: Callable[..., Any] = build) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Runs a node: its arguments are a file with the configuration, the node's number, and the path of its socket."""
-    file, number, path = arguments
-    given = json.loads(Path(file).read_text(encoding="utf-8"))
-    config, settings = RunConfig.from_json(given["config"]), Settings.from_json(given["settings"])
+    parser = argparse.ArgumentParser("python -m fedsim.deployment")
+    for name, kind in {"file": Path, "number": int, "socket": str}.items():
+        parser.add_argument(name, type=kind)
+    for name, kind, about in (
+        ("folder", Path, "where what clients keep is stored"),
+        ("data", str, "the node's own data"),
+        ("watch", int, "the process that this one ends with; default: its parent"),
+        ("idle", float, "the most seconds without a message"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, help=about, default=math.inf if name == "idle" else None)
+    chosen = parser.parse_args(arguments)
     try:
-        built = load(config, settings)
-        folder = Path(given["folder"]) / number
-        node = Node(built.algorithm, built.sampler, int(number), given["nodes"], folder)
+        given = json.loads(chosen.file.read_text(encoding="utf-8"))
+        if chosen.data and given["node_data"]:
+            given["node_data"] = chosen.data
+        elif chosen.data:
+            given["config"]["data"] = chosen.data
+        node = _built(given, chosen.number, chosen.folder or Path(given["folder"]) / str(chosen.number))
     except (ValueError, OSError, ImportError) as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    del built
-    serve(node, path)
+    serve(node, chosen.socket, watched=chosen.watch, idle=chosen.idle)
     return 0
+
+
+def _built(given: Mapping[str, Any], number: int, folder: Path) -> Node:
+    """Builds the node of a configuration. The parameters of the first round are the server's, so their file is not read."""
+    config = dataclasses.replace(RunConfig.from_json(given["config"]), init_from=None)
+    settings, splits = Settings.from_json(given["settings"]), None
+    if given["nodes"] <= number:
+        raise ValueError(f"Expected a number of a node from 0 to {given['nodes'] - 1}, got {number}: give each node its own.")
+    if given["node_data"]:
+        own = load_own_data(config, given["node_data"], number)
+        config = dataclasses.replace(config, clients=min(config.clients, own.num_clients))
+        splits = FederatedSplits(own, own, describe(config.drawn_dataset))
+    built = build(config, settings, splits=splits)
+    return Node(built.algorithm, built.sampler, number, given["nodes"], folder, own=splits is not None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fedsim.deployment._encoding import decode, encode
 
@@ -62,6 +64,8 @@ class Nodes:
 
     Attributes:
       count: how many there are.
+      first: of nodes with data of their own, the position in the population of each node's first client. None: a client belongs
+        to the node whose number is its position modulo the number of nodes.
 
     Here a single node answers every message by its length:
 
@@ -77,6 +81,15 @@ class Nodes:
     """
 
     count: int
+    first: Sequence[int] | None = None
+
+    def slots_of(self, clients: np.ndarray) -> list[np.ndarray]:
+        """Returns for each node where its clients are among these positions in the population."""
+        if self.first is None:
+            owners = clients % self.count
+        else:
+            owners = np.searchsorted(np.asarray(self.first), clients, side="right") - 1
+        return [np.flatnonzero(owners == number) for number in range(self.count)]
 
     def introductions(self) -> dict[int, dict[str, Any]]:
         """Returns what each node says of itself: its number, versions and population.

@@ -1,21 +1,29 @@
-"""The apps that Flower runs: they pass messages on, between `fedsim deploy`, Flower's network and the workers of nodes.
+"""The apps that Flower runs: they pass messages on, between fedsim's server, Flower's network and the workers of nodes.
 
-Flower starts a process for each app and each message, so this file imports neither JAX nor fedsim. `fedsim deploy` copies it
-into the folder of the app. Both ends of a Unix socket exchange frames: a JSON object, and as many byte strings as it names.
+Flower starts a process for each app and each message, so this file imports neither JAX nor fedsim. It is copied into the folder
+of the app. Both ends of a Unix socket exchange frames: a JSON object, and as many byte strings as it names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Mapping
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import Any
 
 # The variable of the environment that has the path of the socket of `fedsim deploy`.
 DRIVER = "FEDSIM_DEPLOY_SOCKET"
-# The name under which a node's configuration has the path of the socket of its worker.
-WORKER = "worker"
+# The names under which a node's configuration has the path of the socket of its worker, and its number.
+WORKER, NUMBER = "worker", "partition-id"
+# A worker without messages for so long ends; what it keeps is on the disk.
+IDLE_SECONDS = 600
 KIND = "train.fedsim"
 
 
@@ -33,10 +41,12 @@ def receive(connection: Connection) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def _server(grid: Any, context: Any) -> None:
-    """Sends the messages of `fedsim deploy` to nodes and returns their replies, until the other end closes the socket."""
-    from flwr.app import Message
+    pass_on(grid, Client(os.environ[DRIVER], "AF_UNIX"))
 
-    with Client(os.environ[DRIVER], "AF_UNIX") as driver:
+
+def pass_on(grid: Any, driver: Connection) -> None:
+    """Sends the messages of fedsim to nodes and returns their replies, until the other end closes the connection."""
+    with driver:
         while True:
             try:
                 facts, blobs = receive(driver)
@@ -45,6 +55,8 @@ def _server(grid: Any, context: Any) -> None:
             if facts["do"] == "nodes":
                 send(driver, {"nodes": [str(node) for node in grid.get_node_ids()]}, {})
             elif facts["do"] == "send":
+                from flwr.app import Message
+
                 message = Message(_record(blobs), dst_node_id=int(facts["node"]), message_type=KIND)
                 (number,) = grid.push_messages([message]) or [None]
                 send(driver, {"message": number}, {})
@@ -55,18 +67,59 @@ def _server(grid: Any, context: Any) -> None:
                     of = {"message": reply.metadata.reply_to_message_id}
                     if reply.has_error():
                         send(driver, {**of, "error": f"{reply.error.reason} (Flower's error {reply.error.code})"}, {})
+                        continue
+                    blobs = _blobs(reply.content)
+                    if "error" in blobs:
+                        send(driver, {**of, "error": blobs["error"].decode()}, {})
                     else:
-                        send(driver, of, _blobs(reply.content))
+                        send(driver, of, blobs)
 
 
-def _client(message: Any, context: Any) -> Any:
+def _answer(message: Any, worker: str) -> Any:
     """Gives a message to the worker of this node, and returns its reply."""
     from flwr.app import Message
 
-    with Client(str(context.node_config[WORKER]), "AF_UNIX") as worker:
-        send(worker, {}, _blobs(message.content))
-        _, blobs = receive(worker)
+    with Client(worker, "AF_UNIX") as connection:
+        send(connection, {}, _blobs(message.content))
+        _, blobs = receive(connection)
     return Message(_record(blobs), reply_to=message)
+
+
+def _started_worker(file: Path, context: Any) -> str:
+    """Returns the path of the socket of this run's worker at this node, which the first message starts.
+
+    The worker ends with the process that starts apps at this node, or when no message has come for some time.
+
+    Raises:
+      RuntimeError: the worker has ended; the message is the last line that it wrote.
+    """
+    given = context.node_config
+    if NUMBER not in given:
+        raise RuntimeError(
+            f"Expected {NUMBER} in the node's configuration, got none: flower-supernode --node-config '{NUMBER}=0'"
+        )
+    number, run = str(given[NUMBER]), f"{context.run_id}-{context.node_id}"
+    home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "fedsim"
+    folder = Path(tempfile.gettempdir()) / f"fedsim-{os.getuid()}-{run}"  # The paths of Unix sockets are short.
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise RuntimeError(f"Expected a folder of this user, got {folder}: delete it")
+    path = folder / "socket"
+    with contextlib.suppress(OSError), Client(str(path), "AF_UNIX"):
+        return str(path)
+    path.unlink(missing_ok=True)
+    own = str(given.get("folder") or home / json.loads(file.read_text(encoding="utf-8"))["name"] / number)
+    command = [sys.executable, "-m", "fedsim.deployment", str(file), number, str(path), "--folder", own]
+    command += ["--watch", str(os.getppid()), "--idle", str(given.get("idle", IDLE_SECONDS))]
+    command += ["--data", str(given["data"])] if "data" in given else []
+    with open(folder / "log", "wb") as log:
+        worker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    while not path.exists():
+        if worker.poll() is not None:
+            lines = (folder / "log").read_text(errors="replace").strip().splitlines()
+            raise RuntimeError(lines[-1] if lines else f"its worker has ended with status {worker.returncode}")
+        time.sleep(0.1)
+    return str(path)
 
 
 def _record(blobs: Mapping[str, bytes]) -> Any:
@@ -89,10 +142,18 @@ def server_app() -> Any:
     return app
 
 
-def client_app() -> Any:
-    """Returns Flower's ``ClientApp``."""
+def client_app(file: Path | None = None) -> Any:
+    """Returns Flower's ``ClientApp``. With a file, the configuration of a run, it starts the node's worker itself."""
+    from flwr.app import Message
     from flwr.clientapp import ClientApp
 
+    def answer(message: Any, context: Any) -> Any:
+        try:
+            worker = str(context.node_config[WORKER]) if file is None else _started_worker(file, context)
+        except RuntimeError as error:
+            return Message(_record({"error": str(error).encode()}), reply_to=message)
+        return _answer(message, worker)
+
     app = ClientApp()
-    app.train("fedsim")(_client)
+    app.train("fedsim")(answer)
     return app

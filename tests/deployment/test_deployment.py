@@ -158,6 +158,40 @@ def test_a_run_whose_nodes_were_lost_is_continued(tmp_path):
         fedsim.experiment.restore(folder, algorithm, data=sampler.data)
 
 
+def test_the_model_is_taken_out_while_a_run_goes_on_and_starts_another_one(tmp_path):
+    """In round 3, when an earlier one is on the disk."""
+    algorithm, sampler = federation("FedAvg")
+    exported, rounds = tmp_path / "model.npz", []
+
+    class Exporting(NearNodes):
+        def ask(self, requests):
+            replies = super().ask(requests)
+            if self.asked == 3:
+                rounds.append(fedsim.experiment.saved_round(tmp_path / "run", "last"))
+                assert fedsim.commands.main(["export", str(tmp_path / "run"), str(exported)]) == 0
+            return replies
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "deployment.json").write_text('{"nodes": 2}')
+    apart = deployed(algorithm, tmp_path / "run", Exporting(lambda: federation("FedAvg"), tmp_path / "run", 2))
+    fedsim.experiment.run(
+        apart, sampler, rounds=3, folder=tmp_path / "run", checkpoint_every=1, rounds_per_dispatch=1, progress=False
+    )
+    (round,) = rounds
+    assert 1 <= round < 3
+    params = fedsim.experiment.run(algorithm, sampler, rounds=round, progress=False).state.params
+    expected = {f"{module}/{name}": each for module, named in params.items() for name, each in named.items()}
+    taken_out = fedsim.read_params(exported)
+    assert taken_out.keys() == expected.keys()
+    for name, each in taken_out.items():
+        np.testing.assert_allclose(each, expected[name], atol=1e-6)
+    config = RunConfig(dataset="digits(clients=12)", model="digits_logistic", init_from=str(exported))
+    first = build(config, Settings()).algorithm.init(jax.random.key(1))
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool(jnp.all(a == b)), list(taken_out.values()), jax.tree.leaves(first.params))
+    )
+
+
 def test_a_node_reports_its_errors_and_other_data(tmp_path):
     algorithm, sampler = federation("FedAvg")
     other = fedsim.datasets.load("digits(clients=13)").train

@@ -61,23 +61,40 @@ def deliveries(folder):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def assert_same_params(folder, near, round, atol):
+    """Compares the parameters of a deployed run with those of a simulation of its configuration in the folder ``near``."""
+    config, settings = RunConfig.from_json(read_config(folder)["config"]), Settings(folder=str(near), execution="jit")
+    run_experiment(build(config, settings), config, settings, progress=False)
+    expected, got = (read_arrays(checkpoint_folder(run / "checkpoints", round)) for run in (near, folder))
+    names = [name for name in expected if "params" in name]
+    assert names
+    for name in names:
+        np.testing.assert_allclose(got[name], expected[name], atol=atol, rtol=0)
+
+
+@NEEDS_FLOWER
+@pytest.mark.slow
+def test_two_nodes_end_as_a_simulation_does(tmp_path, short_folder):
+    """The deployment that every `.ci/run` does: synchronous rounds of FedAvg."""
+    folder = tmp_path / "far"
+    process = started(short_folder, "deploy", "--nodes", "2", "--rounds", "2", "--no-progress", "--folder", str(folder))
+    assert process.wait(timeout=115) == 0, said_by(short_folder)
+    assert [line["answered"] for line in deliveries(folder)] == [[0, 1], [0, 1]]
+    assert left_behind(short_folder) == []
+    assert_same_params(folder, tmp_path / "near", round=2, atol=1e-7)
+
+
 @NEEDS_FLOWER
 @pytest.mark.slow
 def test_two_nodes_train_and_one_is_killed(tmp_path, short_folder):
-    folder, near = tmp_path / "far", tmp_path / "near"
+    folder = tmp_path / "far"
     options = ["--nodes", "2", "--algorithm", "scaffold", "--rounds", "2", "--no-progress", "--folder"]
     process = started(short_folder, "deploy", *options, str(folder))
     assert process.wait(timeout=300) == 0, said_by(short_folder)
     assert [line["answered"] for line in deliveries(folder)] == [[0, 1], [0, 1]]
     assert left_behind(short_folder) == []
 
-    config, settings = RunConfig.from_json(read_config(folder)["config"]), Settings(folder=str(near), execution="jit")
-    run_experiment(build(config, settings), config, settings, progress=False)
-    expected, got = (read_arrays(checkpoint_folder(run / "checkpoints", 2)) for run in (near, folder))
-    names = [name for name in expected if "params" in name]
-    assert names
-    for name in names:
-        np.testing.assert_allclose(got[name], expected[name], atol=1e-6)
+    assert_same_params(folder, tmp_path / "near", round=2, atol=1e-6)
 
     process = started(short_folder, "resume", str(folder), "--rounds", "50", "--no-progress")
     until = time.monotonic() + 300

@@ -1,0 +1,124 @@
+"""The app for a federation that exists: what is written, and a run of it on a SuperLink and two SuperNodes of Flower."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from deployment.test_own_data import halves
+
+import fedsim
+from fedsim.configuration import build
+from fedsim.deployment import write_app
+from fedsim.deployment._processes import _answers, _free_port
+from fedsim.experiment import RunConfig, Settings, run_experiment
+from fedsim.saved_arrays import checkpoint_folder, read_arrays
+
+
+def test_the_app_names_its_parts_and_has_no_path_of_this_machine(tmp_path):
+    app = tmp_path / "app"
+    write_app(app, RunConfig(data=None, rounds=3), Settings(folder="runs/a"), nodes=3, node_data="clients-{node}.h5")
+    project = tomllib.loads((app / "pyproject.toml").read_text())
+    assert project["tool"]["flwr"]["app"]["config"]["folder"] == "runs/a"
+    for component in project["tool"]["flwr"]["app"]["components"].values():
+        module, name = component.split(":")
+        assert f"{name} = " in (app / f"{module.replace('.', '/')}.py").read_text()
+    given = json.loads((app / "fedsim_app" / "run.json").read_text())
+    assert (given["nodes"], given["node_data"], given["config"]["rounds"]) == (3, "clients-{node}.h5", 3)
+    assert not any(str(place) in path.read_text() for path in app.rglob("*.*") for place in (tmp_path, Path.home()))
+    assert "from 0 to 2" in (app / "README.md").read_text()
+
+
+def test_what_other_machines_do_not_have_is_refused(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("from fedsim.algorithms import FedAvg as Own\n")
+    config = RunConfig(algorithm=f"{own}:Own")
+    with pytest.raises(ValueError, match=r"got algorithm='.*own\.py:Own', a file on this machine: install it as a package"):
+        write_app(tmp_path / "app", config, Settings(folder="a"))
+    with pytest.raises(FileExistsError, match="Expected an empty folder for the app"):
+        write_app(tmp_path, RunConfig(), Settings(folder="a"))
+    with pytest.raises(ValueError, match="Expected labels=None with data of the nodes' own, got labels=0.5"):
+        write_app(tmp_path / "app", RunConfig(labels=0.5), Settings(folder="a"), node_data="x.h5")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed")
+@pytest.mark.slow
+def test_the_app_trains_on_a_federation_that_exists(tmp_path):
+    """Two nodes with clients of their own; the result is that of a simulation of all clients, and its model is exported."""
+    home = Path(tempfile.mkdtemp(prefix="f-", dir="/tmp"))
+    for number, own in enumerate(halves()):
+        own.save(home / f"{number}.h5")
+    config, app, folder = RunConfig(dataset="digits(clients=12)", rounds=2, clients=6), home / "app", home / "run"
+    write_app(app, config, Settings(folder="given by flwr run", execution="jit"), node_data="{node}.h5")
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "FLWR_HOME": str(home), "TMPDIR": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
+    }  # fmt: skip
+    port, processes = _free_port(), []
+
+    def start(name, *command):
+        with open(home / f"{name}.log", "w") as log:
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
+
+    (home / "config.toml").write_text(f'[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
+    try:
+        start("link", "flower-superlink", "--insecure", "--port", str(port), "--disable-runtime-dependency-installation")
+        until = time.monotonic() + 60
+        while not _answers(port) and time.monotonic() < until:
+            time.sleep(0.2)
+        for number in range(2):
+            place = f'partition-id={number} data="{home}/{number}.h5" idle=5'
+            known = ["--superlink", f"127.0.0.1:{port}", "--port", str(_free_port()), "--node-config", place]
+            start(f"node-{number}", "flower-supernode", "--insecure", *known)
+        command = ["flwr", "run", str(app), "here", "--stream", "-c", f'folder="{folder}"']
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        logs = "\n".join(path.read_text()[-3000:] for path in home.glob("*.log"))
+        assert (folder / "checkpoints").exists(), said.stdout + said.stderr + logs
+        exported = home / "model.npz"
+        subprocess.run([sys.executable, "-m", "fedsim", "export", str(folder), str(exported)], check=True)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    near, settings = tmp_path / "near", Settings(folder=str(tmp_path / "near"), execution="jit")
+    run_experiment(build(config, settings), config, settings, progress=False)
+    expected, got = (read_arrays(checkpoint_folder(run / "checkpoints", 2)) for run in (near, folder))
+    names = [name for name in expected if "params" in name]
+    assert names
+    for name in names:
+        np.testing.assert_allclose(got[name], expected[name], atol=1e-6)
+    model = fedsim.read_params(exported)
+    assert sum(array.size for array in model.values()) == sum(expected[name].size for name in names)
+    until = time.monotonic() + 30
+    while workers(home) and time.monotonic() < until:
+        time.sleep(0.5)
+    assert workers(home) == []
+    shutil.rmtree(home, ignore_errors=True)
+
+
+def workers(home):
+    """Returns the sockets of workers in this folder that answer."""
+    found = []
+    for path in home.glob("fedsim-*/socket"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(path))
+            found.append(path)
+    return found

@@ -1,0 +1,93 @@
+"""Nodes with data of their own: the result is that of a simulation on all of them, and data that do not fit are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from deployment.test_deployment import NearNodes, deployed, federation, largest_difference
+
+import fedsim
+from fedsim.deployment import Node, NodeError
+from fedsim.deployment._own_data import describe_data, described_population, load_own_data
+from fedsim.experiment import RunConfig
+
+
+def halves():
+    """Returns two populations, of five and of seven clients of the digits."""
+    data = fedsim.datasets.load("digits(clients=12)").train
+    return [data.select(data.client_ids[:5]), data.select(data.client_ids[5:])]
+
+
+class OwnNodes(NearNodes):
+    """Nodes in this process, each with clients of its own."""
+
+    def start(self):
+        made = [self.make(own) for own in halves()]
+        folders = [self.folder / "nodes" / f"{number}" for number in range(2)]
+        self.nodes = [Node(*each, number, 2, folders[number], own=True) for number, each in enumerate(made)]
+
+
+def on_own_data(algorithm, own):
+    return algorithm, fedsim.UniformSampler(own, clients=2, seed=0)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", ["SCAFFOLD", "FedAvg"])
+def test_nodes_with_their_own_data_train_as_a_simulation_of_all(name, tmp_path):
+    algorithm, sampler = federation(name)
+    nodes = OwnNodes(functools.partial(on_own_data, algorithm), tmp_path, 2)
+    told = {number: facts["data"] for number, facts in nodes.introductions().items()}
+    population, nodes.first = described_population(told, sampler.data)
+    assert nodes.first == [0, 5]
+    assert not any(column.any() for column in population.columns.values())  # The server has no examples.
+    apart = deployed(algorithm, tmp_path, nodes)
+    far = fedsim.UniformSampler(population, clients=6, seed=0)
+    apart.execution.check(far.cohort(0))
+    state = other = algorithm.init(fedsim.rng.root(0))
+    for round in range(3):
+        state, _ = algorithm.apply(state, sampler.cohort(round))
+        other, _ = apart.apply(other, far.cohort(round))
+    assert largest_difference(state.params, other.params) < 1e-6
+
+
+def test_features_of_a_node_that_differ_and_clients_of_two_nodes_are_named():
+    one, other = halves()
+    told = {0: describe_data(one), 1: describe_data(other)}
+    x = other.columns["x"]
+    wider = dataclasses.replace(other, columns=dict(other.columns) | {"x": np.concatenate([x, x], axis=-1)})
+    with pytest.raises(NodeError, match=r"Expected the feature 'x' of shape \[.*\] and dtype .* at node 1, .* got it of shape"):
+        described_population(told | {1: describe_data(wider)}, one)
+    without = dataclasses.replace(other, columns={"x": x})
+    with pytest.raises(NodeError, match=r"Expected the feature 'y' .* at node 1, .* got it missing: convert"):
+        described_population(told | {1: describe_data(without)}, one)
+    with pytest.raises(NodeError, match=f"Nodes 0 and 1 both have a client '{one.client_ids[0]}': rename one of them"):
+        described_population(told | {1: describe_data(one)}, one)
+
+
+def test_labels_of_a_node_that_no_class_has_are_refused_there(tmp_path):
+    algorithm, _ = federation("FedAvg")
+    own = halves()[0]
+    wrong = dataclasses.replace(own, columns=dict(own.columns) | {"y": np.full_like(own.columns["y"], 10)})
+    with pytest.raises(ValueError, match="10"):
+        Node(*on_own_data(algorithm, wrong), 0, 2, tmp_path, own=True)
+
+
+def test_a_packed_file_of_a_node_is_read_and_a_missing_one_is_named(tmp_path):
+    place = str(tmp_path / "of-{node}.h5")
+    halves()[1].save(tmp_path / "of-1.h5")
+    assert load_own_data(RunConfig(), place, 1).client_ids == halves()[1].client_ids
+    with pytest.raises(FileNotFoundError, match=r"Node 0 has no data, because there is no .*of-0\.h5: put a packed file there"):
+        load_own_data(RunConfig(), place, 0)
+
+
+def test_a_node_with_other_versions_is_named(tmp_path, monkeypatch):
+    from fedsim.deployment import _node
+
+    algorithm, sampler = federation("FedAvg")
+    monkeypatch.setattr(_node, "versions", lambda: {"fedsim": fedsim.__version__, "jax": "0.0.1"})
+    nodes = NearNodes(lambda: (algorithm, sampler), tmp_path, 2)
+    with pytest.raises(NodeError, match=r"Expected jax='.*' at node 0, as at the server, got '0\.0\.1': use the same versions"):
+        deployed(algorithm, tmp_path, nodes).execution.check(sampler.cohort(0))
