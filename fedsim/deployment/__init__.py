@@ -21,3 +21,4 @@ from fedsim.deployment._nodes import NodeError as NodeError
 from fedsim.deployment._nodes import Nodes as Nodes
 from fedsim.deployment._nodes import Received as Received
 from fedsim.deployment._nodes import Replies as Replies
+from fedsim.deployment._processes import FlowerProcesses as FlowerProcesses

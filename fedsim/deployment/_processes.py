@@ -71,6 +71,9 @@ class FlowerProcesses:
       ImportError: Flower is not installed, or in another version.
       ValueError: the port is in use.
       NodeError: a process has ended, or a node has not come in time.
+
+    >>> FlowerProcesses([["python", "worker.py"]] * 2).count
+    2
     """
 
     address: str
@@ -132,6 +135,22 @@ class FlowerProcesses:
         """Returns the last lines of the processes, because their files are deleted."""
         return "\n".join(["The last lines of the processes:", *(f"  {name}: {self._end_of(name)}" for name in self._processes)])
 
+    def run_app(self, code: Path, *, seconds: float) -> None:
+        """Runs another app on the same network, and waits until it has ended.
+
+        Args:
+          code: a file of Python with functions ``server_app`` and ``client_app`` that return Flower's apps. It is copied.
+          seconds: the most that it may take.
+
+        Raises:
+          NodeError: it has not ended in time.
+        """
+        command = ["flwr", "run", str(self._written_app(code.stem, code)), "fedsim", "--stream"]
+        try:
+            subprocess.run(command, env=self.environment(), timeout=seconds, check=False, capture_output=True)
+        except subprocess.TimeoutExpired as error:
+            raise NodeError(f"After {seconds:g} s the app {code.name} has not ended. {self.logs()}") from error
+
     def _start(self) -> None:
         environment, superlink = self.environment(), _checked_port(self._port)
         address = self.address = f"127.0.0.1:{superlink}"
@@ -154,7 +173,7 @@ class FlowerProcesses:
         for number, (path, port) in enumerate(zip(sockets, ports, strict=True)):
             own = [*of_node(number), "--superlink", address, "--port", str(port), "--node-config", f'{_relay.WORKER}="{path}"']
             self._run(f"SuperNode {number}", ["flower-supernode", *own], environment)
-        app = self._written_app()
+        app = self._written_app("app", Path(_relay.__file__))
         with Listener(str(self.folder / "driver"), "AF_UNIX") as listener:
             listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
             self._run("flwr run", ["flwr", "run", str(app), "fedsim"], environment)
@@ -183,15 +202,15 @@ class FlowerProcesses:
             _relay.DRIVER: str(self.folder / "driver"),
         }
 
-    def _written_app(self) -> Path:
-        app = self.folder / "app"
+    def _written_app(self, name: str, code: Path) -> Path:
+        app = self.folder / name
         package = app / "fedsim_app"
         package.mkdir(parents=True)
         (app / "pyproject.toml").write_text(_APP)
         (package / "__init__.py").write_text("")
-        shutil.copy(_relay.__file__, package / "relay.py")
+        shutil.copy(code, package / "code.py")
         for side in ("server", "client"):
-            (package / f"{side}.py").write_text(f"from fedsim_app.relay import {side}_app\n\napp = {side}_app()\n")
+            (package / f"{side}.py").write_text(f"from fedsim_app.code import {side}_app\n\napp = {side}_app()\n")
         return app
 
     def _run(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:

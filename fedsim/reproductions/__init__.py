@@ -35,6 +35,7 @@ from fedsim.reproductions._transfer import TRANSFER
 from fedsim.reproductions._unus_dssgd import UNUS_DSSGD
 from fedsim.reproductions._unus_faults import UNUS_FAULTS
 from fedsim.reproductions._unus_fedavg import UNUS_FEDAVG
+from fedsim.reproductions._unus_peers import UNUS_PEERS
 from fedsim.reproductions._unus_staleness import UNUS_STALENESS
 from fedsim.reproductions._vertical import VERTICAL
 
@@ -52,6 +53,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         UNUS_DSSGD,
         UNUS_STALENESS,
         UNUS_FAULTS,
+        UNUS_PEERS,
         RANDOM_QUADRATICS,
         DROPPED_MESSAGES,
         FOUR_WAYS,

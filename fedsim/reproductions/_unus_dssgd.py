@@ -26,9 +26,11 @@ import optax
 
 from fedsim import datasets, models
 from fedsim.algorithms import DSSGD
+from fedsim.configuration import RunConfig
 from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate
 from fedsim.reproductions._clock import SPEEDS, TimedCurve, train_on_clock
+from fedsim.reproductions._on_nodes import on_nodes
 from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row
 from fedsim.samplers import Sampler, ScheduleSampler, ShuffledSampler
 from fedsim.systems import Buffered, ConstantWeight, Synchronization, Synchronous
@@ -76,7 +78,24 @@ def _order(data: FederatedData, order: str, seed: int) -> tuple[Sampler, Synchro
 
 
 def _cases(request: Request) -> Mapping[str, Case]:
-    return {name: functools.partial(_run, request, case) for name, case in _CASES.items()}
+    cases: dict[str, Case] = {name: functools.partial(_run, request, case) for name, case in _CASES.items()}
+    return cases | {"deployed": functools.partial(_deployed, request)}
+
+
+def _deployed(request: Request) -> Iterator[Row]:
+    place = request.folder("mnist")
+    config = RunConfig(
+        dataset="mnist(partition='iid', clients=100)",
+        data=None if place is None else str(place),
+        model="mnist_2nn",
+        algorithm="dssgd",
+        hyperparameters={"theta_u": 0.1},
+        sampler="shuffled",
+        clients=1,
+        batch_size=32,
+        client_learning_rate=_RATE,
+    )
+    yield from on_nodes(request, config, "θ_u = 0.1, random order, 2NN, on 4 nodes")
 
 
 def _run(request: Request, case: _Case) -> Iterator[Row]:
@@ -131,5 +150,6 @@ UNUS_DSSGD = Reproduction(
     "robin and in random order one participant works at a time, and in the asynchronous order all of them always do "
     "(Buffered with size 1 and constant weights, because updates of DSSGD must not be scaled). The server then adds updates "
     "from models that are on average 27 server steps old, which does not converge with learning rate 0.1. With 0.001, 20 "
-    "epochs are too few, and the seeds end between 70 and 85 %.",
+    "epochs are too few, and the seeds end between 70 and 85 %. The case `deployed` runs a few rounds of one participant on "
+    "four nodes, see [Deployment](deployment.md), and compares the parameters.",
 )

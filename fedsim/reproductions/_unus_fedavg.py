@@ -4,6 +4,8 @@ B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas, "Communication-
 decentralized data", AISTATS 2017, Table 1, https://arxiv.org/abs/1602.05629. The cases are those of the reproduction
 `fedavg`, with the learning rate at which its search starts.
 
+The case `deployed` runs a few rounds on four nodes over Flower's network.
+
 The clock does not change what synchronous rounds compute, so the rounds must be those of `fedavg` with the same rate. The
 simulated time is not of the paper: a client takes one step in a time that it draws once from a log-normal law with median 1
 and σ = 1, and messages take no time.
@@ -19,14 +21,32 @@ from typing import Any
 import numpy as np
 
 from fedsim import models
+from fedsim.configuration import RunConfig
 from fedsim.reproductions._clock import SPEEDS, train_on_clock
 from fedsim.reproductions._fedavg_mnist import CASES, COHORT, FEDAVG, MnistCase
+from fedsim.reproductions._on_nodes import on_nodes
 from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row
 from fedsim.systems import Synchronous
 
 
 def _cases(request: Request) -> Mapping[str, Case]:
-    return {name: functools.partial(_run, request, case) for name, case in CASES.items()}
+    cases: dict[str, Case] = {name: functools.partial(_run, request, case) for name, case in CASES.items()}
+    return cases | {"deployed": functools.partial(_deployed, request)}
+
+
+def _deployed(request: Request) -> Iterator[Row]:
+    case = CASES["2nn-iid-b10"]
+    place = request.folder("mnist")
+    config = RunConfig(
+        dataset=f"mnist(partition='{case.partition}')",
+        data=None if place is None else str(place),
+        model=case.model,
+        clients=COHORT,
+        batch_size=case.batch_size or 1,
+        epochs=case.epochs,
+        client_learning_rate=10 ** (case.start / 3),
+    )
+    yield from on_nodes(request, config, f"{case}, on 4 nodes")
 
 
 def _run(request: Request, case: MnistCase) -> Iterator[Row]:
@@ -86,5 +106,6 @@ UNUS_FEDAVG = Reproduction(
     notes="The cases of `fedavg`, with the learning rate at which its search starts. The clock does not change synchronous "
     "rounds, so the number of rounds is that of `fedavg` with the same rate, whose notes explain the differences from the "
     "paper. The paper has no times: here each of 100 clients draws once how long a local step takes, from a log-normal law "
-    "with median 1 second and σ = 1, and messages take no time. A round takes as long as the slowest of its 10 clients.",
+    "with median 1 second and σ = 1, and messages take no time. A round takes as long as the slowest of its 10 clients. The "
+    "case `deployed` runs the first rounds on four nodes, see [Deployment](deployment.md), and compares the parameters.",
 )

@@ -34,10 +34,21 @@ def short_folder():
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def started(temporary, *arguments):
-    command = [sys.executable, "-m", "fedsim", *arguments]
-    with open(temporary / "stderr", "w") as said:
-        return subprocess.Popen(command, env=os.environ | {"TMPDIR": str(temporary)}, stderr=said)
+@pytest.fixture
+def started(short_folder):
+    """A function that starts a command of fedsim. If the test fails, it is ended."""
+    processes = []
+
+    def start(*arguments):
+        command = [sys.executable, "-m", "fedsim", *arguments]
+        with open(short_folder / "stderr", "w") as said:
+            processes.append(subprocess.Popen(command, env=os.environ | {"TMPDIR": str(short_folder)}, stderr=said))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.terminate()
+        process.wait(timeout=60)
 
 
 def said_by(temporary):
@@ -62,9 +73,7 @@ def deliveries(folder):
 
 
 def assert_same_params(folder, near, round, atol):
-    """Compares the parameters of a deployed run with those of a simulation of its configuration in the folder ``near``."""
-    config, settings = RunConfig.from_json(read_config(folder)["config"]), Settings(folder=str(near), execution="jit")
-    run_experiment(build(config, settings), config, settings, progress=False)
+    """Compares the parameters of a deployed run with those of a simulated one."""
     expected, got = (read_arrays(checkpoint_folder(run / "checkpoints", round)) for run in (near, folder))
     names = [name for name in expected if "params" in name]
     assert names
@@ -74,11 +83,17 @@ def assert_same_params(folder, near, round, atol):
 
 @NEEDS_FLOWER
 @pytest.mark.slow
-def test_two_nodes_end_as_a_simulation_does(tmp_path, short_folder):
+def test_two_nodes_end_as_a_simulation_does(tmp_path, short_folder, started):
     """The deployment that every `.ci/run` does: synchronous rounds of FedAvg."""
     folder = tmp_path / "far"
-    process = started(short_folder, "deploy", "--nodes", "2", "--rounds", "2", "--no-progress", "--folder", str(folder))
-    assert process.wait(timeout=115) == 0, said_by(short_folder)
+    process = started("deploy", "--nodes", "2", "--rounds", "2", "--no-progress", "--folder", str(folder))
+    while not (folder / "nodes" / "node.json").exists():
+        assert process.poll() is None, said_by(short_folder)
+        time.sleep(0.1)
+    given = json.loads((folder / "nodes" / "node.json").read_text())["config"]
+    config, settings = RunConfig.from_json(given), Settings(folder=str(tmp_path / "near"), execution="jit")
+    run_experiment(build(config, settings), config, settings, progress=False)
+    assert process.wait(timeout=300) == 0, said_by(short_folder)
     assert [line["answered"] for line in deliveries(folder)] == [[0, 1], [0, 1]]
     assert left_behind(short_folder) == []
     assert_same_params(folder, tmp_path / "near", round=2, atol=1e-7)
@@ -86,17 +101,19 @@ def test_two_nodes_end_as_a_simulation_does(tmp_path, short_folder):
 
 @NEEDS_FLOWER
 @pytest.mark.slow
-def test_two_nodes_train_and_one_is_killed(tmp_path, short_folder):
-    folder = tmp_path / "far"
+def test_two_nodes_train_and_one_is_killed(tmp_path, short_folder, started):
+    folder, near = tmp_path / "far", tmp_path / "near"
     options = ["--nodes", "2", "--algorithm", "scaffold", "--rounds", "2", "--no-progress", "--folder"]
-    process = started(short_folder, "deploy", *options, str(folder))
+    process = started("deploy", *options, str(folder))
     assert process.wait(timeout=300) == 0, said_by(short_folder)
     assert [line["answered"] for line in deliveries(folder)] == [[0, 1], [0, 1]]
     assert left_behind(short_folder) == []
 
-    assert_same_params(folder, tmp_path / "near", round=2, atol=1e-6)
+    config, settings = RunConfig.from_json(read_config(folder)["config"]), Settings(folder=str(near), execution="jit")
+    run_experiment(build(config, settings), config, settings, progress=False)
+    assert_same_params(folder, near, round=2, atol=1e-6)
 
-    process = started(short_folder, "resume", str(folder), "--rounds", "50", "--no-progress")
+    process = started("resume", str(folder), "--rounds", "50", "--no-progress")
     until = time.monotonic() + 300
     while len(deliveries(folder)) < 3:
         assert process.poll() is None, said_by(short_folder)
