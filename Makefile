@@ -11,7 +11,7 @@ ARGS ?=
 BASE ?= $(shell cat .ci/base)
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --dist loadgroup
 
-.PHONY: demo test test-affected test-all lint types clean
+.PHONY: demo test test-affected test-all lint types docs clean
 
 $(VENV)/.created:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "fedsim needs Python 3.11 or newer; say: make PYTHON=python3.11")'
@@ -24,6 +24,10 @@ $(VENV)/.run: $(VENV)/.created pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.run
 	$(PIP) -e '.[test]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.run
+	$(PIP) -e '.[docs]'
 	touch $@
 
 # The compiler for TPUs lies beside the other packages, because JAX looks for a TPU wherever it finds it.
@@ -51,5 +55,10 @@ test-affected: $(VENV)/.test-all  ## of the tests that `make test` leaves out, t
 test-all: $(VENV)/.test-all  ## all tests that `make test` leaves out, notebooks included
 	$(PYTEST) -m slow $(ARGS)
 
+docs: $(VENV)/.docs  ## the site of the documentation, _site/html/index.html; a warning is an error
+	$(BIN)/python docs/write_site.py _site/source
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --jobs auto \
+		--doctree-dir _site/doctrees $(ARGS) _site/source _site/html
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) _site .mypy_cache .pytest_cache .ruff_cache

@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def block(device: str = "cpu") -> str:
-    """Returns the README's text between the two ``speeds`` markers, from ``results/<device>-*.json``."""
+    """Returns the table of ``docs/speed.md`` between the two ``speeds`` markers, from ``results/<device>-*.json``."""
     tables = {path.stem.partition("-")[2]: json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{device}-*.json"))}
     if (gpu := RESULTS / "gpu-rounds.json").exists():
         tables["gpu"] = json.loads(gpu.read_text())
@@ -66,15 +66,15 @@ def _others(tables: dict[str, Any]) -> str:
         for row in part["rows"]:
             by_clients.setdefault(row["model"], {})[row["clients"]] = row["us_per_step"]
     scale = ", ".join(f"{model} {times[10]:,.0f} and {times[1000]:,.0f}" for model, times in by_clients.items())
-    rounds = tables["data"]["parts"][1]["rows"]
-    large = next(row["relative_to_smallest"] for row in rounds if row["population"] == 10**6 and row["memory"] == "stream")
     return "\n".join(
         [
             "- Evaluating the dense model on 77,483 examples of 3,400 clients takes "
             f"{evaluation['fedsim']['seconds']:.2f} s; with FedJAX, {evaluation['fedjax']['seconds']:.2f} s "
-            f"({evaluation['fedjax']['relative_to_fedsim']:.1f}×).",
-            f"- Microseconds per client step with 10 and with 1,000 clients per round, measured together: {scale}.",
-            f"- A round over 1,000,000 clients, streamed from a file, takes {large:.2f} times as long as over 1,000.",
+            f"({evaluation['fedjax']['relative_to_fedsim']:.1f}×; {_machine(tables['evaluation'])}).",
+            f"- Microseconds per client step with 10 and with 1,000 clients per round, measured together: {scale} "
+            f"({_machine(tables['scale'])}).",
+            f"- A round over 1,000,000 clients, streamed from a file, takes {_streamed(tables['data']):.2f} times as "
+            f"long as over 1,000 ({_machine(tables['data'])}).",
             _gpu(tables.get("gpu")),
         ]
     )
@@ -84,7 +84,7 @@ def _gpu(table: dict[str, Any] | None) -> str:
     if table is None:
         return (
             "- This version has not been measured on a GPU; `python -m benchmarks.gpu` does it in six minutes. "
-            "[The architecture page](docs/architecture.md) has times of an earlier one."
+            "[The architecture page](architecture.md) has times of an earlier one."
         )
     rows = "; ".join(
         f"{row['model']}, {row['clients']:,} clients: {row['ms a round']:.3g} ms"
@@ -137,8 +137,34 @@ def _machine(stamp: dict[str, Any]) -> str:
     return f"{stamp['cpu']}, {stamp['cores']} cores, {stamp['date'][:10]}, commit {commit[:7]}{' ' * bool(changed)}{changed}"
 
 
+def numbers() -> str:
+    """Returns the measured reasons for fedsim in the README, each with the machine, the date and the commit of its result."""
+    tables = {name: json.loads((RESULTS / f"cpu-{name}.json").read_text()) for name in ("rounds", "evaluation", "data")}
+    models = [part["rows"] for part in tables["rounds"]["parts"]]
+    named = ", ".join(rows[0]["model"].replace("cnn", "CNN") for rows in models)
+    ratios = []
+    for contender in ("fedjax", "drjax", "pfl", "flower"):
+        times = [row["relative_to_fedsim"] for rows in models for row in rows if row["contender"] == contender]
+        ratios.append(f"{_NAMES[contender].partition(' ')[0]} {', '.join(f'{ratio:.3g}' for ratio in times)}")
+    fedjax = next(row for row in tables["evaluation"]["parts"][0]["rows"] if row["contender"] == "fedjax")
+    return (
+        f"- **Fast.** For the same rounds, other libraries take so many times as long ({named}): {'; '.join(ratios)}.\n"
+        f"  Evaluation with FedJAX takes {fedjax['relative_to_fedsim']:.3g} times as long. {_machine(tables['rounds'])}; "
+        f"[all numbers](docs/speed.md).\n"
+        "- **Large populations.** A round over 1,000,000 clients, streamed from a file, takes "
+        f"{_streamed(tables['data']):.2f} times as long as over 1,000\n  ({_machine(tables['data'])}).\n"
+    )
+
+
+def _streamed(table: dict[str, Any]) -> float:
+    """Returns the time of a round over a million clients whose examples are streamed, relative to one over a thousand."""
+    rows = table["parts"][1]["rows"]
+    return next(row["relative_to_smallest"] for row in rows if row["population"] == 10**6 and row["memory"] == "stream")
+
+
 PAGES = {
-    ("README.md", "speeds"): block,
+    ("README.md", "numbers"): numbers,
+    ("docs/speed.md", "speeds"): block,
     ("docs/primitives.md", "measured"): primitives,
     ("benchmarks/README.md", "decentralized"): decentralized,
     ("docs/scale.md", "tpu"): tpu_page.section,

@@ -2,7 +2,7 @@
 
 Label distance: Y. Zhao, M. Li, L. Lai, N. Suda, D. Civin, V. Chandra, "Federated learning with non-IID data", 2018,
 section 3: https://arxiv.org/abs/1806.00582. What they call the earth mover's distance of client k is the sum over labels of
-|p_k(y) - p(y)|. This is the L1 distance, twice the total variation, from 0 (equal) to 2 (no common label).
+the absolute value of p_k(y) - p(y). This is the L1 distance, twice the total variation, from 0 (equal) to 2 (no common label).
 Effective number of classes: M. O. Hill, "Diversity and evenness", Ecology 54(2), 1973, of order 1: exp(entropy).
 
 All measures except `split_distance` take a `FederatedData`, or labels ``[n]`` with a partition (a list of index arrays).

@@ -128,7 +128,7 @@ def generator(seed_words: np.ndarray, position: int = 0) -> np.random.Generator:
 
 
 def permute(seed_words: Any, epoch: Any, size: Any, index: Any, xp: Any = jnp) -> Any:
-    """Applies a keyed pseudorandom permutation of ``0 .. size-1`` to ``index``, without storing the permutation.
+    """Applies a keyed pseudorandom permutation of ``0`` to ``size - 1`` to ``index``, without storing the permutation.
 
     The permutation is an unbalanced Feistel network over the smallest sufficient power of two, at least 64, with cycle-walking
     (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). It is a bijection for every key and size. The

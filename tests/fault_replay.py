@@ -82,7 +82,7 @@ def command(settings, file):
         "seed": SEED,
         "rounds": ROUNDS,
         "synchronization": _text(settings["synchronization"], systems.SYNCHRONIZATIONS),
-        "client-devices": _text(devices.seconds_per_step, systems.LAWS),
+        "step-seconds": _text(devices.seconds_per_step, systems.LAWS),
         "download-rate": _text(devices.download_rate, systems.LAWS),
         "upload-rate": _text(devices.upload_rate, systems.LAWS),
         "retries": policy.retries,

@@ -99,7 +99,7 @@ def curve(algorithm, G, rounds=90):
     both = two_quadratics(G)
     state, f = algorithm.init(jax.random.key(0)), []
     if isinstance(algorithm, SCAFFOLD):
-        warm, _ = dataclasses.replace(algorithm, option="I").apply(state, federation.cohort(both))
+        warm, _ = dataclasses.replace(algorithm, control_variate="I").apply(state, federation.cohort(both))
         state = warm._replace(server=warm.server._replace(params=state.params))
     for r in range(rounds):
         f.append(float(jax.tree.leaves(state.params)[0][0]) ** 2 / 2)

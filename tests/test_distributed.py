@@ -81,7 +81,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
 
 
 def test_two_processes_give_the_bits_of_one_with_as_many_devices(tmp_path):
-    run = [*RUN, "--algorithm", "scaffold", "--memory", "stream", "--rounds", "6", "--folder"]
+    run = [*RUN, "--algorithm", "scaffold", "--example-storage", "stream", "--rounds", "6", "--folder"]
     printed = finished(2, *run, tmp_path / "two")
     finished(1, *run, tmp_path / "one")
     assert_same_bits(tmp_path / "two", tmp_path / "one")
@@ -94,11 +94,11 @@ def test_two_processes_give_the_bits_of_one_with_as_many_devices(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--algorithm", "scaffold", "--memory", "stream"],  # The memories of clients are in a file of each process.
-        ["--algorithm", "fedadam", "--memory", "resident"],
-        ["--algorithm", "ditto", "--memory", "stream", "--mesh", "clients=2, model=2"],
+        ["--algorithm", "scaffold", "--example-storage", "stream"],  # The memories of clients are in a file of each process.
+        ["--algorithm", "fedadam", "--example-storage", "resident"],
+        ["--algorithm", "ditto", "--example-storage", "stream", "--mesh", "clients=2, model=2"],
         ["--algorithm", "fedavg", "--aggregator", "coordinate_median"],
-        ["--algorithm", "diloco", "--memory", "stream", "--steps", "5"],
+        ["--algorithm", "diloco", "--example-storage", "stream", "--steps", "5"],
         ["--algorithm", "fedavg", "--sampler", "power_of_choice(candidates=20)"],
     ],
     ids=lambda options: " ".join(options[1:]),
@@ -122,7 +122,7 @@ def wait_for(condition, seconds=120):
     "killed, named", [(1, "tasks are unhealthy (stopped sending heartbeats):\n1"), (0, "the leader (usually slice 0 task 0)")]
 )
 def test_after_a_process_was_killed_the_others_name_it_and_the_run_goes_on(tmp_path, killed, named):
-    run = [*RUN, "--algorithm", "scaffold", "--memory", "stream", "--rounds", "60", "--checkpoint-every", "2"]
+    run = [*RUN, "--algorithm", "scaffold", "--example-storage", "stream", "--rounds", "60", "--checkpoint-every", "2"]
     several = started(2, *run, "--folder", tmp_path / "killed")
     checkpoints = tmp_path / "killed" / "checkpoints"
     wait_for(lambda: checkpoints.exists() and len(checkpoint_rounds(checkpoints)) > 1)
@@ -143,7 +143,7 @@ def test_after_a_process_was_killed_the_others_name_it_and_the_run_goes_on(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [[], ["--mesh", "clients=2, model=2"]], ids=["clients", "mesh"])
 def test_a_run_of_two_processes_goes_on_in_one_and_in_four(tmp_path, mesh):
-    run = [*RUN, "--algorithm", "scaffold", "--memory", "stream", "--rounds", "40", "--checkpoint-every", "5", *mesh]
+    run = [*RUN, "--algorithm", "scaffold", "--example-storage", "stream", "--rounds", "40", "--checkpoint-every", "5", *mesh]
     several = started(2, *run, "--folder", tmp_path / "stopped")
     checkpoints = tmp_path / "stopped" / "checkpoints"
     wait_for(lambda: checkpoints.exists() and checkpoint_rounds(checkpoints))
@@ -184,7 +184,7 @@ def test_each_process_has_the_rows_of_its_own_clients():
 
 @pytest.mark.slow
 def test_checkpoints_are_read_and_continued_by_another_number_of_processes(tmp_path):
-    run = [*RUN, "--algorithm", "scaffold", "--memory", "stream", "--checkpoint-every", "1", "--rounds"]
+    run = [*RUN, "--algorithm", "scaffold", "--example-storage", "stream", "--checkpoint-every", "1", "--rounds"]
     finished(2, *run, "3", "--folder", tmp_path / "several")
     checkpoints = tmp_path / "several" / "checkpoints"
     for processes, rounds in [(1, 6), (4, 9), (2, 12)]:

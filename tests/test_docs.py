@@ -46,7 +46,7 @@ def test_a_page_equals_the_output_of_its_script(name):
 
 def test_pages_say_how_to_install_every_extra():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"].keys()
-    installed = re.findall(r"pip install .*?fedsim-jax\[([\w,]+)\]", (ROOT / "README.md").read_text(encoding="utf-8"))
+    installed = re.findall(r"pip install .*?fedsim-jax\[([\w,]+)\]", (DOCS / "install.md").read_text(encoding="utf-8"))
     assert {extra for names in installed for extra in names.split(",")} == extras - {"test"}
     assert "fedsim-jax[formats]" in PAGE.read_text(encoding="utf-8")
 
@@ -204,10 +204,52 @@ def test_algorithms_without_gradients_and_vertical_ones_are_at_most_two_classes_
         assert sum(issubclass(x, fedsim.Algorithm | vertical.VerticalAlgorithm) for x in cls.__mro__) <= 1 + 2, cls
 
 
-def test_page_of_reproductions_equals_the_output_of_its_script():
-    written = runpy.run_path(str(DOCS / "write_reproductions.py"))["page"]()
-    assert written == (DOCS / "reproductions.md").read_text(encoding="utf-8"), "run: python docs/write_reproductions.py"
-    assert [path.stem for path in (DOCS / "reproductions").glob("*.json") if path.stem not in REPRODUCTIONS] == []
+def test_pages_of_reproductions_equal_the_output_of_their_script():
+    written = runpy.run_path(str(DOCS / "write_reproductions.py"))["pages"]()
+    assert set(written) == {"reproductions.md", *(f"reproductions/{name}.md" for name in REPRODUCTIONS)}
+    for place, text in written.items():
+        assert text == (DOCS / place).read_text(encoding="utf-8"), f"{place}: run python docs/write_reproductions.py"
+    assert [path.stem for path in (DOCS / "reproductions").glob("*.*") if path.stem not in REPRODUCTIONS] == []
+
+
+def test_numbers_of_a_verdict_are_those_of_its_rows():
+    script = runpy.run_path(str(DOCS / "write_reproductions.py"))
+    assert set(script["VERDICTS"]) <= set(REPRODUCTIONS)
+    found = 0
+    for name, verdict in script["VERDICTS"].items():
+        rows = script["rows_of"](name)
+        cells = " ".join(f"{row['paper']} {row['ours']}" for row in rows)
+        claimed = re.findall(
+            r"\b\d+ of \d+ seeds|(?<=in )\d+(?= rounds)|(?<=instead of )[\d.]+\d|\d+\.\d(?: ± \d\.\d)?|\d+(?= instead)", verdict
+        )
+        found += len(claimed)
+        assert [number for number in claimed if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", cells)] == [], name
+    assert found >= 8
+
+
+def test_a_row_is_near_or_holds():
+    counts = runpy.run_path(str(DOCS / "write_reproductions.py"))["counts"]
+    pairs = (
+        ("87", "90 ± 1"),
+        ("87", "36 ± 1"),
+        (".658", "0.6585"),
+        ("1,474", "not reached"),
+        ("3.3 times fewer", "410"),
+        ("–", "5"),
+    )
+    statements = ("yes", "in 2 of 3 seeds"), ("no", "in 2 of 3 seeds"), ("no", "in 0 of 3 seeds")
+    assert counts([{"paper": paper, "ours": ours} for paper, ours in (*pairs, *statements)]) == (2, 4, 2, 3)
+
+
+def test_pictures_of_results_show_the_present_results():
+    from PIL import Image
+
+    script = runpy.run_path(str(DOCS / "write_figures.py"))
+    assert {path.stem for path in (DOCS / "figures").glob("*")} == set(script["FIGURES"])
+    for name in script["FIGURES"]:
+        with Image.open(DOCS / "figures" / f"{name}.png") as picture:
+            drawn = picture.info["Description"]
+        assert drawn == script["hash_of"](name), f"run: python docs/write_figures.py {name}"
 
 
 def test_tables_of_four_ways_are_those_of_its_script():

@@ -84,7 +84,7 @@ def attacked(attack, **columns):
         (lambda: fedsim.experiment.RunConfig(attackers="all"), "Expected 0 <= attackers <= 1, got attackers='all'"),
         (lambda: fedsim.experiment.RunConfig(shuffle="no"), "Expected shuffle to be True or False"),
         (lambda: fedsim.experiment.RunConfig(nonfinite=1), "Expected nonfinite to be 'drop' or 'raise', got nonfinite=1"),
-        (lambda: fedsim.experiment.RunConfig(client_schedule_decay=float("nan")), "client_schedule_decay > 0 and finite"),
+        (lambda: fedsim.experiment.RunConfig(client_schedule="exponential(decay=-1)"), "Expected decay > 0 and finite"),
         (lambda: fedsim.Pmap(devices=[0]), "Expected devices >= 1"),
         (lambda: fedavg(execution="jit"), "Expected execution to be an instance of"),
         (lambda: train(fedsim.Batches(size=2**20, epochs=2**29, max_steps=1)), "go beyond 2\\*\\*31 examples"),

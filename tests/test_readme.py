@@ -1,4 +1,4 @@
-"""The README is correct: its Python blocks run, its commands and options exist, and its links have targets."""
+"""The README is correct: its Python block runs, the commands and options of all pages exist, and its links have targets."""
 
 import contextlib
 import itertools
@@ -7,76 +7,57 @@ import shlex
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
-import fedsim
 from benchmarks import readme
-from fedsim import commands
+from fedsim import aggregators, algorithms, attacks, commands, compressors, decentralized, vertical
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(language):
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+# The pages of which every line that starts with `fedsim` is checked.
+WITH_COMMANDS = ["README", "command_line", "compression_and_attacks", "sweeps", "systems", "decentralized", "few_labels"]
+
+
+def text_of(page):
+    return README if page == "README" else (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+
+
+def blocks(language, page="README"):
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
     return [text for kind, text in fenced if kind == language]
 
 
-@pytest.fixture(scope="module")
-def namespace():
-    jax.devices()  # starts JAX, so that use_all_cores in the quickstart does not change the devices of other tests
-    return {"__name__": "readme"}
-
-
 @pytest.mark.filterwarnings("ignore:JAX had already started")
-def test_quickstart_runs_and_is_short(namespace, capsys):
-    quickstart = blocks("python")[0]
+def test_quickstart_runs_and_is_short(capsys):
+    jax.devices()  # starts JAX, so that use_all_cores in the quickstart does not change the devices of other tests
+    (quickstart,) = blocks("python")
     assert len(quickstart.strip().splitlines()) <= 15
-    exec(quickstart, namespace)
+    exec(quickstart, {"__name__": "readme"})
     assert eval(capsys.readouterr().out)["accuracy"] >= 0.95
 
 
-@pytest.mark.filterwarnings("ignore:JAX had already started")
-def test_the_other_python_blocks_run(namespace, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)  # for the plot of tuned rates
-    code = [block.replace("digits_dense()", "digits_logistic()") for block in blocks("python")]  # which compiles faster
-    if "data" not in namespace:  # the test of the quickstart did not run before this test
-        exec(code[0].replace("rounds(100)", "rounds(1)"), namespace)
-    for block in code[1:]:
-        exec(block, namespace)
-    data, batches = namespace["data"].train, fedsim.Batches(size=10)
-    cohort = fedsim.Cohort.of(data, data.client_ids[:5])
-
-    prox = namespace["FedProx"](
-        model=fedsim.models.digits_logistic(), client_optimizer=namespace["optax"].sgd(0.1), batches=batches
-    )
-    state, _ = prox.apply(prox.init(jax.random.key(0)), cohort)
-    assert int(state.round) == 1
-
-    mean = namespace["MeanPixel"](batches=batches)
-    all_clients = fedsim.Cohort.of(data, data.client_ids)
-    state, _ = mean.apply(mean.init(jax.random.key(0)), all_clients)
-    assert float(state) == pytest.approx(data.columns["x"].mean(), rel=1e-5)
-
-    count = namespace["CountLabels"](batches=batches)
-    state, info = count.apply(count.init(jax.random.key(0)), cohort)
-    expected = sum(np.bincount(dataset["y"], minlength=10) for _, dataset, _ in cohort)
-    np.testing.assert_array_equal(state, expected)
-    assert int(info["examples"]) == expected.sum()
+def test_readme_is_at_most_150_lines():
+    assert len(README.splitlines()) <= 150
 
 
-def test_commands_and_options_exist(capsys):
+@pytest.mark.first(2)
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_commands_and_options_exist(page, capsys):
     """Every line that starts with ``fedsim`` has a command and options of the command line."""
     lines = [
-        shlex.split(line, comments=True) for block in blocks("") for line in block.splitlines() if line.startswith("fedsim ")
+        shlex.split(line, comments=True)
+        for block in blocks("", page)
+        for line in block.splitlines()
+        if line.startswith("fedsim ")
     ]
-    assert len(lines) >= 5
+    assert lines
     for _, command, *arguments in lines:
         if command != "run":
             names = [word for word in arguments[:1] if command == "datasets"]
             with contextlib.suppress(SystemExit):
-                assert commands.main([command, *names, "--help"]) == 0
+                assert commands.main([command, *names, "--help", *(["all"] if command in ("plan", "deploy") else [])]) == 0
             shown = capsys.readouterr().out
             for option in (word for word in arguments if word.startswith("--")):
                 assert option in shown, shlex.join(arguments)
@@ -86,7 +67,7 @@ def test_commands_and_options_exist(capsys):
             del given["--dataset"]
         choice = [word for name in ("--dataset", "--algorithm") if name in given for word in (name, given[name])]
         with pytest.raises(SystemExit) as exit_:
-            commands.main(["run", *choice, "--help"])
+            commands.main(["run", *choice, "--help", "all"])
         assert exit_.value.code == 0
         shown = capsys.readouterr().out
         for option in (word for word in arguments if word.startswith("--") and word != "--help"):
@@ -96,9 +77,9 @@ def test_commands_and_options_exist(capsys):
 def test_the_run_with_traces_and_faults_reads_the_files_of_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for language, file in (("csv", "phones.csv"), ("json", "faults.json")):
-        (text,) = blocks(language)
+        (text,) = blocks(language, "systems")
         Path(file).write_text(text)
-    (command,) = [line for block in blocks("") for line in block.splitlines() if "phones.csv" in line]
+    (command,) = [line for block in blocks("", "systems") for line in block.splitlines() if "phones.csv" in line]
     assert commands.main([*shlex.split(command)[1:], "--rounds", "3", "--folder", "run"]) == 0
     assert "simulated" in capsys.readouterr().out
 
@@ -113,8 +94,21 @@ def test_links_and_paths_exist():
 
 def test_every_module_is_in_the_table_of_paths():
     modules = {path.name for path in (ROOT / "fedsim").iterdir() if not path.name.startswith(("_", "py.typed"))}
-    named = {Path(path).name for path in re.findall(r"`fedsim/([\w./]+)`", README)}
+    named = {Path(path).name for path in re.findall(r"`fedsim/([\w./]+)`", text_of("architecture"))}
     assert modules - named == set()
+
+
+def test_the_numbers_of_what_there_is_are_those_of_the_registries():
+    registered = {
+        "algorithms with a server": algorithms.ALGORITHMS,
+        "compressors": compressors.COMPRESSORS,
+        "aggregators": aggregators.AGGREGATORS,
+        "attacks": attacks.ATTACKS,
+        "algorithms without a server": decentralized.ALGORITHMS,
+        "vertical algorithms": vertical.ALGORITHMS,
+    }
+    found = {words: re.search(rf"(\d+) {words}", README)[1] for words in registered}
+    assert found == {words: str(len(names)) for words, names in registered.items()}
 
 
 def test_make_targets_exist():

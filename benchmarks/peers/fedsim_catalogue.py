@@ -63,7 +63,7 @@ def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
         "FedProx": Entry(of.FedProx(**common)),
         "AdaptiveFedProx": Entry(of.AdaptiveFedProx(**common), preview=FORWARD),
         "SCAFFOLD": Entry(of.SCAFFOLD(**common)),
-        "SCAFFOLD, option I": Entry(of.SCAFFOLD(**common, option="I"), preview=1),
+        "SCAFFOLD, option I": Entry(of.SCAFFOLD(**common, control_variate="I"), preview=1),
         "Mime": Entry(of.Mime(**mimicked), step=2, preview=1),  # gradients of a batch at y and at x; the cohort's gradient
         "MimeLite": Entry(of.MimeLite(**mimicked), preview=1),
         "FedDyn": Entry(of.FedDyn(**common)),

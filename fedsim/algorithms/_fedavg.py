@@ -106,8 +106,8 @@ class FedAvg(Algorithm):
         return weight_of(client, self.weighting)
 
     def participation(self, info: RoundInfo) -> jax.Array:
-        """Returns the fraction of the population's weight that participates, ``float32 []``. It is |S| / N if all weights are
-        equal.
+        """Returns the fraction of the population's weight that participates, ``float32 []``: if all weights are
+        equal, the cohort's share of the clients.
         """
         whole = info.population_examples if self.weighting == "examples" else info.num_population
         return info.total("weight") / jnp.maximum(whole, 1).astype(jnp.float32)

@@ -63,32 +63,32 @@ class SCAFFOLD(FedAvg):
     is as large as the parameters. It sends the change of c_i in addition to its update, and receives c in addition to x.
 
     Attributes:
-      option: how a client updates its control variate. ``"I"`` uses its full gradient at x, which takes one more pass over its
-        examples. ``"II"`` uses the mean of its gradients during training, at no cost.
+      control_variate: how a client updates its control variate. ``"I"`` uses its full gradient at x, which takes one more
+        pass over its examples. ``"II"`` uses the mean of its gradients during training, at no cost.
       weighting: default ``"uniform"``, as in the paper; see `FedAvg`.
       client_optimizer: see `FedAvg`. Option II needs SGD, with or without momentum.
       model, server_optimizer: see `FedAvg`.
 
     Raises:
-      ValueError: ``option`` has another value. Before the first round, with option II: the client optimizer is not linear in
-        the gradients.
+      ValueError: ``control_variate`` has another value. Before the first round, with option II: the client optimizer is not
+        linear in the gradients.
 
     >>> import optax, fedsim
-    >>> SCAFFOLD(
-    ...     model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=20), client_optimizer=optax.sgd(0.1), option=2)
+    >>> settings = dict(batches=fedsim.Batches(size=20), client_optimizer=optax.sgd(0.1))
+    >>> SCAFFOLD(model=fedsim.models.digits_logistic(), control_variate=2, **settings)
     Traceback (most recent call last):
     ...
-    ValueError: Expected option to be 'I' or 'II', got option=2.
+    ValueError: Expected control_variate to be 'I' or 'II', got control_variate=2.
     """
 
     capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
 
-    option: Literal["I", "II"] = "II"
+    control_variate: Literal["I", "II"] = "II"
     weighting: Literal["examples", "uniform"] = "uniform"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.one_of("I", "II", option=self.option)
+        checks.one_of("I", "II", control_variate=self.control_variate)
 
     def init(self, key: jax.Array) -> ScaffoldState:
         state = super().init(key)
@@ -103,13 +103,13 @@ class SCAFFOLD(FedAvg):
     def local_training(self, shared: ScaffoldShared, client: Client) -> LocalTraining:
         correction = tree.subtract(shared.control, client.memory)
         training = super().local_training(shared, client).with_term(None, lambda params: correction)
-        return training if self.option == "I" else measured(training)
+        return training if self.control_variate == "I" else measured(training)
 
     def client_update(self, shared: ScaffoldShared, client: Client) -> ClientUpdate:
         training = self.local_training(shared, client)
         local = training.run(client, shared.params)
         movement = tree.subtract(shared.params, local.params)
-        if self.option == "I":
+        if self.control_variate == "I":
             change = tree.subtract(training.full_gradient(client, shared.params)[1], client.memory)
         else:
             distance = local.opt_state
@@ -126,5 +126,5 @@ class SCAFFOLD(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        if self.option == "II":
+        if self.control_variate == "II":
             check_linear("SCAFFOLD's option II", self.client_optimizer)

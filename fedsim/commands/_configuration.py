@@ -13,8 +13,8 @@ import tyro
 
 import fedsim
 from fedsim import checks, datasets, experiment
-from fedsim.commands._options import TRUST, DataOptions, Option, options_of, parse
-from fedsim.commands._training import HOW
+from fedsim.commands._options import PROCESSES, TRUST, DataOptions, Option, options_of, parse
+from fedsim.commands._training import SWEEP_MODE
 from fedsim.configuration import algorithm_hyperparameters, fields_that_name, options_that_build
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment.driving import check_trusted, stored_run, warn_of_changed_code
@@ -41,8 +41,13 @@ _SWEEPS = (
     "given several times, and --seeds make a sweep: a run for every combination and seed, in a folder each, and a table of "
     "their means and standard deviations."
 )
+# The options that `--help` shows without a word after it, with those of the algorithm that is named.
+_MAIN = (
+    "dataset", "data", "client_column", "label", "model", "algorithm", "rounds", "clients", "epochs", "batch_size",
+    "client_learning_rate", "validation", "seeds", "folder", "from", "trust",
+)  # fmt: skip
 # The names that may have several values.
-_NAMES = (*fields_that_name("code"), "client_optimizer", "sampler")
+_NAMES = (*fields_that_name("code"), "client_optimizer", "client_schedule", "sampler")
 
 
 class Configured(NamedTuple):
@@ -172,14 +177,17 @@ def _known(arguments: list[str], program: str, others: Mapping[str, Option]) -> 
         for field in dataclasses.fields(DataOptions)
     }
     options = {"from": _FROM, "trust": TRUST} | of_data | of_config | {"seeds": _SEEDS, "samples": _SAMPLES} | own
-    options |= options_of(Settings, {**stored["settings"], "folder": None}) | {"how": HOW} | dict(others)
+    options |= options_of(Settings, {**stored["settings"], "folder": None}) | {"sweep_mode": SWEEP_MODE} | dict(others)
     return _Known(dataset, of_config, own, options, source)
 
 
 def _configured(arguments: list[str], program: str, purpose: str, known: _Known, others: Mapping[str, Option]) -> Configured:
     """Returns what arguments without several names say."""
     arguments, varied = _several_values(arguments, known.of_config | known.of_algorithm)
-    values = parse(known.every, arguments, program, f"{purpose} {known.source} {_SWEEPS}") | {"dataset": known.dataset}
+    named = known.of_algorithm if any(argument.partition("=")[0] == "--algorithm" for argument in arguments) else {}
+    about = f"{purpose} {known.source} {_SWEEPS}"
+    main = [*_MAIN, *named, *(name for name in others if name not in PROCESSES)]
+    values = parse(known.every, arguments, program, about, main) | {"dataset": known.dataset}
     seeds, how = _seeds_and_how(values, varied)
     for name in fields_that_name("code"):
         if values.get(name):
@@ -308,7 +316,7 @@ def _seeds_and_how(
     values: Mapping[str, Any], varied: dict[str, list[Any]]
 ) -> tuple[int | list[int] | None, experiment.How | None]:
     """Returns the seeds and how the members of a sweep run. Several values of ``--seed`` are removed from ``varied``."""
-    seeds, how = values["seeds"], values["how"]
+    seeds, how = values["seeds"], values["sweep_mode"]
     checks.whole(1, or_none=True, seeds=seeds)
     if "seed" in varied:
         if seeds is not None:
@@ -316,7 +324,8 @@ def _seeds_and_how(
         seeds = varied.pop("seed")
     if how and not varied and seeds is None:
         raise ValueError(
-            f"Expected several values of an option or --seeds with --how, got --how {how} for a single run: leave it out."
+            f"Expected several values of an option or --seeds with --sweep-mode, got --sweep-mode {how} for a "
+            "single run: leave it out."
         )
     return seeds, how
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import tyro
 
-from fedsim.names import parse_call
+from fedsim.names import look_up, parse_call
 
 RUNS_CODE = (
     "If the configuration names Python code (FILE.py:CLASS or MODULE:CLASS), this code is run. If you did not write the "
@@ -109,22 +112,35 @@ def options_of(cls: type, defaults: Mapping[str, Any], leave_out: Sequence[str] 
     }
 
 
-def parse(options: Mapping[str, Option], arguments: Sequence[str], program: str, description: str) -> dict[str, Any]:
+def parse(
+    options: Mapping[str, Option], arguments: Sequence[str], program: str, description: str, main: Sequence[str] = ()
+) -> dict[str, Any]:
     """Returns the values of all options by name.
 
     Args:
       options: the options by name; underscores in a name become hyphens on the command line.
-      arguments: what the user gave.
+      arguments: what the user gave. ``--help`` lists the options; see ``main``.
       program: the command, for the help.
       description: what the command does, for the help.
+      main: if given, ``--help`` lists these alone, ``--help all`` lists all, and ``--help WORD`` those whose heading has
+        the word.
 
     Raises:
       SystemExit: after ``--help`` (with status 0), or for wrong options (with status 2); the help or the error is printed.
+      ValueError: no heading has the word after ``--help``.
 
     >>> options = {"batch_size": Option("training", int, 20, "Examples per step."), "clip": Option("", float | None, None, "")}
     >>> parse(options, ["--batch-size", "5"], "fedsim run", "Train.")
     {'batch_size': 5, 'clip': None}
+    >>> parse(options, ["--help", "clock"], "fedsim run", "Train.", main=["batch_size"])
+    Traceback (most recent call last):
+    ...
+    ValueError: There is no word in a heading 'clock'. There are all, training.
     """
+    if main and (asked := {"--help", "-h"} & set(arguments)):
+        topic = [*arguments, ""][arguments.index(asked.pop()) + 1]
+        options, description = _topic(options, "" if topic.startswith("-") else topic, program, description, main)
+        arguments = ["--help"]
     groups: dict[str, dict[str, Any]] = {}
     defaults: dict[str, dict[str, Any]] = {}
     for name, option in options.items():
@@ -133,10 +149,39 @@ def parse(options: Mapping[str, Option], arguments: Sequence[str], program: str,
         defaults.setdefault(option.group, {})[name] = default
     # For tyro, a group of options is a typed dictionary under its heading.
     typed: Any = TypedDict
+    width = min(shutil.get_terminal_size().columns, 120)
+    description = "\n\n".join(textwrap.fill(paragraph, width) for paragraph in description.split("\n\n"))
     headed = {title: Annotated[typed(title, group), tyro.conf.arg(name=title)] for title, group in groups.items()}
     about: dict[str, Any] = {"prog": program, "description": description, "config": (tyro.conf.OmitArgPrefixes,)}
     parsed = tyro.cli(typed("Options", headed), args=arguments, default=defaults, **about)
     return {name: value for group in parsed.values() for name, value in group.items()}
+
+
+def _topic(
+    options: Mapping[str, Option], topic: str, program: str, description: str, main: Sequence[str]
+) -> tuple[dict[str, Option], str]:
+    """Returns the options that ``--help TOPIC`` lists, and a description that says how to list others."""
+    headings = list(dict.fromkeys(option.group for option in options.values() if option.group))
+    if topic == "all":
+        return dict(options), description
+    others = (
+        f"{program} --help all lists every option, and --help WORD those whose heading has the word: {'; '.join(headings)}."
+    )
+    if not topic:
+        return {name: options[name] for name in main if name in options}, f"{description}\n\n{others}"
+    found = {name: option for name, option in options.items() if topic.lower() in _words(option.group)}
+    if not found:
+        look_up("word in a heading", topic, dict.fromkeys(["all", *(word for each in headings for word in _words(each))]))
+    return found, others
+
+
+def _words(heading: str) -> list[str]:
+    """Returns the words of a heading that may follow ``--help``.
+
+    >>> _words("attacks and stragglers"), _words("client optimizer (SGD)")
+    (['attacks', 'stragglers'], ['client', 'optimizer', 'sgd'])
+    """
+    return [word for word in re.findall(r"\w+", heading.lower()) if len(word) > 2 and word != "and"]
 
 
 def _shown(option: Option) -> dict[str, Any]:

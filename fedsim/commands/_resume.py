@@ -7,7 +7,7 @@ import textwrap
 from fedsim import distributed, experiment
 from fedsim.commands._deploy import NETWORK
 from fedsim.commands._options import PROCESSES, RUNS_CODE, TRUST, Option, options_of, parse
-from fedsim.commands._training import HOW, connected, train, use_devices
+from fedsim.commands._training import SWEEP_MODE, connected, train, use_devices
 from fedsim.deployment import deploy, deployment_of
 from fedsim.experiment import Settings
 from fedsim.experiment.driving import check_trusted, stored_run
@@ -47,11 +47,11 @@ def main(arguments: list[str]) -> int:
             )
         options = {name: option for name, option in options.items() if name not in PROCESSES} | NETWORK
     if "seeds" in stored:
-        options["how"] = HOW._replace(default=stored.get("how"))
+        options["sweep_mode"] = SWEEP_MODE._replace(default=stored.get("how"))
     chosen = parse(options, rest, "fedsim resume FOLDER", f"Continue the run or the sweep in a folder. {RUNS_CODE}")
     if not chosen.pop("trust"):
         check_trusted(folder, stored)
-    how, rounds = chosen.pop("how", None), chosen.pop("rounds")
+    how, rounds = chosen.pop("sweep_mode", None), chosen.pop("rounds")
     processes = {name: chosen.pop(name, None) for name in PROCESSES}
     network = {name: chosen.pop(name) for name in NETWORK if name in chosen}
     settings = Settings(**chosen, folder=folder)

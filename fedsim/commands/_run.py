@@ -19,7 +19,10 @@ from fedsim.sweeps import Differing
 
 def main(arguments: list[str]) -> int:
     """Runs ``fedsim run`` with these arguments and returns the exit status."""
-    about = "Train, evaluate, and write metrics, checkpoints and a picture to a run folder."
+    about = (
+        "Train, evaluate, and write metrics, checkpoints and a picture to a run folder. For example: fedsim run --dataset "
+        "digits --algorithm scaffold --rounds 50."
+    )
     config, settings, varied, seeds, how, processes, differing, _ = configured(arguments, "fedsim run", about, PROCESSES)
     settings = with_folder(config, settings, differing, is_sweep=bool(varied or seeds))
     settings = connected(settings, processes)

@@ -16,7 +16,7 @@ from fedsim.experiment import How, RunConfig, Settings, run_experiment
 from fedsim.experiment.driving import check_trusted, is_sweep, stored_run
 from fedsim.sweeps import Differing, Varied, sweep
 
-HOW = Option(
+SWEEP_MODE = Option(
     "execution (speed only)",
     How | None,
     None,
@@ -49,7 +49,7 @@ def options_of_stored_run(
       ValueError: there is no run, or its configuration names code and is not trusted.
     """
     stored = {"settings": {}} if is_sweep(folder) else experiment.read_config(folder)
-    names = "execution", "devices", "mesh", "lanes", "memory", "deterministic"
+    names = "execution", "devices", "mesh", "lanes", "example_storage", "deterministic"
     speed = {name: option for name, option in options_of(Settings, stored["settings"]).items() if name in names}
     chosen = parse(options | speed, arguments, program, about)  # type: ignore[operator]
     if "hyperparameters" in stored.get("config", {}):

@@ -202,7 +202,7 @@ def _with_virtual_clock(experiment: Experiment, config: RunConfig) -> Experiment
         synchronization=make(
             "synchronization", config.synchronization or "synchronous", systems.SYNCHRONIZATIONS, systems.Synchronization
         ),
-        devices=systems.Devices(_law("seconds", config.client_devices or "1"), availability=traces or None, **rates),
+        devices=systems.Devices(_law("seconds", config.step_seconds or "1"), availability=traces or None, **rates),
         faults=faults
         or systems.Faults(
             message_loss=config.message_loss, client_failures=config.client_failures, recovery=config.client_recovery
@@ -227,7 +227,7 @@ def _with_privacy(experiment: Experiment, config: RunConfig) -> Experiment:
 
 def _check_no_server(algorithm: Algorithm, config: RunConfig) -> None:
     """Raises ``ValueError`` for options of the virtual clock that only algorithms with a server have."""
-    others = set(config.clock_options) - {"client_devices", "message_loss"}
+    others = set(config.clock_options) - {"step_seconds", "message_loss"}
     if others:
         raise ValueError(f"{type(algorithm).__name__} has no server, so it takes no {', '.join(sorted(others))}: leave it out.")
 
@@ -401,7 +401,7 @@ def _sampler(data: FederatedData, config: RunConfig, algorithm: Algorithm) -> Sa
                 f"{type(algorithm).__name__} has no server that chooses clients, so it takes no sampler, got "
                 f"sampler={config.sampler!r}: leave it out."
             )
-        devices = systems.Devices(_law("seconds", config.client_devices)) if config.client_devices else None
+        devices = systems.Devices(_law("seconds", config.step_seconds)) if config.step_seconds else None
         sampler: Any = own(data, clients=config.clients, devices=devices, seed=config.seed)
     else:
         sampler = _named_sampler(config.sampler or "uniform", data, config)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedsim.configuration._client_schedule import client_schedule
 from fedsim.configuration._config import RunConfig
 from fedsim.names import check_options, look_up, parse_call
 
@@ -23,13 +24,6 @@ ClientOptimizer: TypeAlias = optax.GradientTransformation | Callable[[jax.Array]
 def client_optimizer(config: RunConfig) -> ClientOptimizer:
     """Returns an optimizer with a constant learning rate, or a function from the round, ``int32 []``, to its optimizer.
 
-    With r0 = ``client_learning_rate``, R = ``rounds``, e = ``client_schedule_end``, the rate in round t = 0, 1, ... is
-
-    - linear: r0 (1 - (1 - e) t / R);
-    - cosine: r0 (e + (1 - e) (1 + cos(pi t / R)) / 2);
-    - exponential: r0 ``client_schedule_decay`` ** (t / ``client_schedule_every``). With ``client_schedule_staircase`` the
-      exponent is rounded down.
-
     It is SGD, or what ``client_optimizer`` names, such as ``"adamw(weight_decay=0.1)"``; its options are those of optax.
 
     Raises:
@@ -41,7 +35,7 @@ def client_optimizer(config: RunConfig) -> ClientOptimizer:
     -0.25
     """
     make = _optimizer(config)
-    rate: Callable[[jax.Array], Any] | None = _rate(config)
+    rate = client_schedule(config.client_schedule)(config.client_learning_rate, config.rounds)
     if rate is None:
         return make(config.client_learning_rate)
     # As a float, because optax divides it, and strict dtype promotion does not allow that for an integer.
@@ -65,17 +59,3 @@ def _optimizer(config: RunConfig) -> Callable[[Any], optax.GradientTransformatio
         )
     check_options("client optimizer", name, factory, options)
     return lambda rate: factory(rate, **options)
-
-
-def _rate(config: RunConfig) -> optax.Schedule | None:
-    start, end = config.client_learning_rate, config.client_schedule_end
-    match config.client_schedule:
-        case "linear":
-            return optax.linear_schedule(start, start * end, config.rounds)
-        case "cosine":
-            return optax.cosine_decay_schedule(start, config.rounds, alpha=end)
-        case "exponential":
-            every, decay = config.client_schedule_every, config.client_schedule_decay
-            return optax.exponential_decay(start, every, decay, staircase=config.client_schedule_staircase)
-        case _:
-            return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fedsim import checks
+from fedsim.configuration._client_schedule import client_schedule
 from fedsim.configuration._validation import validation_fraction
 from fedsim.data import Batches
 from fedsim.datasets import with_hash, with_seed
@@ -243,7 +244,7 @@ class RunConfig:
         "'stale_synchronous(bound=2)', ...; default: synchronous, or rounds without a clock.",
         names="code",
     )
-    client_devices: str | None = _option(
+    step_seconds: str | None = _option(
         None,
         "virtual clock",
         "Seconds that a client needs for a step: 'log_normal(sigma=1)', 'exponential(mean=2)', 'half_normal(scale=1)', ...; or "
@@ -364,32 +365,17 @@ class RunConfig:
         0.1, "client optimizer (SGD)", "Learning rate of the clients.", builds="client_optimizer"
     )
     client_momentum: float = _option(0.0, "client optimizer (SGD)", "Momentum of the clients.", builds="client_optimizer")
-    client_schedule: Literal["constant", "linear", "cosine", "exponential"] = _option(
+    client_schedule: str = _option(
         "constant",
         "client optimizer (SGD)",
-        "How the clients' learning rate changes over the rounds.",
-        builds="client_optimizer",
-    )
-    client_schedule_end: float = _option(
-        0.0,
-        "client optimizer (SGD)",
-        "linear, cosine: the last learning rate as a fraction of the first one.",
-        builds="client_optimizer",
-    )
-    client_schedule_decay: float = _option(
-        0.1, "client optimizer (SGD)", "exponential: the factor of the learning rate ...", builds="client_optimizer"
-    )
-    client_schedule_every: int = _option(500, "client optimizer (SGD)", "... over this many rounds.", builds="client_optimizer")
-    client_schedule_staircase: bool = _option(
-        False,
-        "client optimizer (SGD)",
-        "exponential: change the learning rate in steps, not in every round.",
+        "How the clients' learning rate changes over the rounds: constant, 'linear(end=0)', 'cosine(end=0.1)' (the last rate "
+        "as a fraction of the first one), 'exponential(decay=0.1, every=500, staircase=True)'.",
         builds="client_optimizer",
     )
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        counts = ("rounds", "clients", "batch_size", "epochs", "evaluate_every", "client_schedule_every")
+        counts = ("rounds", "clients", "batch_size", "epochs", "evaluate_every")
         checks.whole(1, **{name: getattr(self, name) for name in counts})
         checks.whole(1, or_none=True, steps=self.steps, max_steps=self.max_steps)
         # Raises ValueError for epochs and steps together, and for a microbatch that is larger than the batch.
@@ -418,8 +404,7 @@ class RunConfig:
             raise ValueError("error_feedback=True requires a compressor, got none: choose one, e.g. compressor='top_k'.")
         self._check_privacy()
         checks.number(least=0, below=1, client_momentum=self.client_momentum, remedy="0 is plain SGD")
-        checks.number(least=0, most=1, client_schedule_end=self.client_schedule_end)
-        checks.positive(client_schedule_decay=self.client_schedule_decay)
+        client_schedule(self.client_schedule)
 
     @property
     def is_private(self) -> bool:
@@ -560,10 +545,10 @@ class Settings:
         "Clients that train at the same time on a device; default: chosen for the device.",
         builds="execution",
     )
-    memory: Literal["auto", "resident", "stream"] = _option(
+    example_storage: Literal["auto", "resident", "stream"] = _option(
         "auto",
         "execution (speed only)",
-        "Keep the data on the device, or copy the examples of each cohort; auto: by their size.",
+        "resident: keep all examples on the device; stream: copy those of each cohort to it; auto: by their size.",
         builds="execution",
     )
     deterministic: bool = _option(
@@ -598,19 +583,19 @@ class Settings:
                     f"Expected mesh without execution and devices, got mesh={self.mesh!r}, execution={self.execution!r}, "
                     f"devices={self.devices}: leave these out."
                 )
-            return Sharded(**self._axes(), lanes=self.lanes, memory=self.memory, deterministic=self.deterministic)
+            return Sharded(**self._axes(), lanes=self.lanes, memory=self.example_storage, deterministic=self.deterministic)
         if self.execution == "debug":
-            if (self.devices, self.lanes, self.memory, self.deterministic) != (None, None, "auto", False):
+            if (self.devices, self.lanes, self.example_storage, self.deterministic) != (None, None, "auto", False):
                 raise ValueError(
-                    "execution='debug' does not take devices, lanes, memory or deterministic: leave these options out."
+                    "execution='debug' does not take devices, lanes, example_storage or deterministic: leave these options out."
                 )
             return Debug()
         if self.execution == "jit":
             if self.devices not in (None, 1):
                 raise ValueError(f"execution='jit' uses one device, got devices={self.devices}: use execution='pmap'.")
-            return Jit(lanes=self.lanes, memory=self.memory, deterministic=self.deterministic)
+            return Jit(lanes=self.lanes, memory=self.example_storage, deterministic=self.deterministic)
         kind = Auto if self.execution == "auto" else Pmap
-        return kind(devices=self.devices, lanes=self.lanes, memory=self.memory, deterministic=self.deterministic)
+        return kind(devices=self.devices, lanes=self.lanes, memory=self.example_storage, deterministic=self.deterministic)
 
     @property
     def num_devices(self) -> int | None:
@@ -701,11 +686,34 @@ def options_of_samplers() -> list[str]:
 
 def _from_json(cls: type[Any], values: Mapping[str, Any]) -> Any:
     """Returns the `RunConfig` or the `Settings` with these values; see `RunConfig.from_json`."""
+    values = _with_present_names(values)
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
     if unknown:
         what = "configuration has" if cls is RunConfig else "stored settings have"
         raise ValueError(f"The {what} fields that this version of fedsim does not know: {', '.join(unknown)}.")
     return cls(**values)
+
+
+# The names that options had in run folders of earlier versions.
+_FORMER_NAMES = {"client_devices": "step_seconds", "memory": "example_storage", "option": "control_variate"}
+
+
+def _with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns stored values by the names that their options have now, so that folders of earlier versions can be read.
+
+    >>> _with_present_names({"client_devices": "2", "client_schedule": "cosine", "client_schedule_end": 0.1})
+    {'client_schedule': 'cosine(end=0.1)', 'step_seconds': '2'}
+    """
+    found = {_FORMER_NAMES.get(name, name): value for name, value in values.items() if not name.startswith("client_schedule")}
+    if "hyperparameters" in found:
+        found["hyperparameters"] = {_FORMER_NAMES.get(name, name): value for name, value in found["hyperparameters"].items()}
+    if "client_schedule" not in values:
+        return found
+    name = values["client_schedule"]
+    options = {"linear": ("end",), "cosine": ("end",), "exponential": ("decay", "every", "staircase")}.get(name, ())
+    given = {option: values[f"client_schedule_{option}"] for option in options if f"client_schedule_{option}" in values}
+    shown = ", ".join(f"{option}={value!r}" for option, value in given.items())
+    return {"client_schedule": f"{name}({shown})" if shown else name, **found}
 
 
 def _check_choices(config: RunConfig | Settings) -> None:

@@ -264,9 +264,7 @@ class DecentralizedAlgorithm(Algorithm):
           ValueError: devices are given; nodes wait for each other, so their speed does not matter.
         """
         if devices is not None:
-            raise ValueError(
-                f"The nodes of {type(self).__name__} wait for each other: leave client_devices out, or use ADPSGD."
-            )
+            raise ValueError(f"The nodes of {type(self).__name__} wait for each other: leave step_seconds out, or use ADPSGD.")
         return UniformSampler(data, clients=data.num_clients, seed=seed)
 
     def init(self, key: jax.Array) -> NodesState:

@@ -143,9 +143,9 @@ def check_options(config: RunConfig, settings: Settings, node_data: str | None =
                 f"Expected {name}=None with data of the nodes' own, got {name}={value!r}: the server has no examples of theirs "
                 "to choose from. Leave it out."
             )
-    speed = {name: getattr(settings, name) for name in ("execution", "devices", "mesh", "memory")}
+    speed = {name: getattr(settings, name) for name in ("execution", "devices", "mesh", "example_storage")}
     allowed: dict[str, tuple[Any, ...]] = {
-        "execution": ("auto", "jit"), "devices": (None, 1), "mesh": (None,), "memory": ("auto", "resident")
+        "execution": ("auto", "jit"), "devices": (None, 1), "mesh": (None,), "example_storage": ("auto", "resident")
     }  # fmt: skip
     for name, value in speed.items():
         if value not in allowed[name]:

@@ -82,8 +82,8 @@ def obstacle(algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> str
     clients = parts_of(state).clients
     if isinstance(clients, ClientRows) and _memory.stay_on_host(clients, mesh, execution.memory):
         return (
-            "the clients' memories are not all on the device (memory='resident' of the execution, or --memory resident, places "
-            "them there)"
+            "the clients' memories are not all on the device (memory='resident' of the execution, or "
+            "--example-storage resident, places them there)"
         )
     if most_side_by_side(state, mesh, data) < 1:
         return "the states of the members do not fit the memory"

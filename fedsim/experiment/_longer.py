@@ -9,6 +9,7 @@ import numpy as np
 from fedsim.configuration import RunConfig, Settings, algorithm_class, build
 from fedsim.experiment._checkpoint import Checkpoints, Leaves
 from fedsim.experiment._folder import RunFolder
+from fedsim.names import parse_call
 from fedsim.systems import Schedule, ScheduledSampler
 
 
@@ -35,7 +36,7 @@ def check_rounds(paths: RunFolder, old: RunConfig, new: RunConfig, settings: Set
     remedy = (
         f"start a new run with {new.rounds} rounds in another folder (fedsim run --from {paths.path} --rounds {new.rounds})"
     )
-    if old.client_schedule in ("linear", "cosine"):
+    if parse_call(old.client_schedule)[0] in ("linear", "cosine"):
         raise ValueError(
             f"client_schedule={old.client_schedule!r} depends on the number of rounds, so the {finished} finished rounds had "
             f"other learning rates than in a run of {new.rounds} rounds: {remedy}."

@@ -127,7 +127,7 @@ class Spent:
         if self.seconds is not None and history and not times:
             raise ValueError(
                 f"Expected a run with a virtual clock for spent(seconds={self.seconds:g}), got one without: give an option "
-                "such as --client-devices 1, or limit megabytes."
+                "such as --step-seconds 1, or limit megabytes."
             )
         return (
             f"{times[-1]:,.1f} simulated seconds" if self.seconds is not None and times and times[-1] >= self.seconds else None

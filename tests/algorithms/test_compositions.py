@@ -194,7 +194,7 @@ def ridge(cls, epochs=1, **options):
     ("cls", "options"),
     [
         *((getattr(fedsim.algorithms, name), {}) for name in ("FedAvg", "FedSGD", "FedProx", "Mime", "MimeLite", "FedDyn")),
-        *((fedsim.algorithms.SCAFFOLD, {"option": option}) for option in ("I", "II")),
+        *((fedsim.algorithms.SCAFFOLD, {"control_variate": option}) for option in ("I", "II")),
     ],
 )
 def test_training_minimizes_an_overridden_client_loss(cls, options):

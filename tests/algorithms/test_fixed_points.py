@@ -32,7 +32,7 @@ def end(algorithm, rounds=300):
 
 @pytest.mark.first(3)  # every algorithm, clipped and compressed
 @pytest.mark.parametrize(
-    ("cls", "options"), [(SCAFFOLD, {"option": "I"}), (SCAFFOLD, {"option": "II"}), (FedDyn, {"alpha": 1.0})]
+    ("cls", "options"), [(SCAFFOLD, {"control_variate": "I"}), (SCAFFOLD, {"control_variate": "II"}), (FedDyn, {"alpha": 1.0})]
 )
 @pytest.mark.parametrize("fold", ["both", *sorted(FOLDS.keys() - {"both"})])
 def test_drift_correction_converges_to_the_optimum_with_clipped_and_compressed_updates(cls, options, fold):
@@ -59,7 +59,7 @@ def test_a_line_search_receives_the_corrected_loss(cls):
         jax.debug.callback(lambda *pair: seen.append(pair), gradient["~"]["x"], slope["~"]["x"])
         return jax.tree.map(lambda g: -0.1 * g, gradient), state
 
-    options = {"option": "I"} if cls is SCAFFOLD else {}
+    options = {"control_variate": "I"} if cls is SCAFFOLD else {}
     algorithm = on_quadratics(cls, 3, **options)
     looking = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
     algorithm = type(algorithm)(

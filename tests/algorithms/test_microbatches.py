@@ -51,7 +51,7 @@ def trained(algorithm, data):
         ("fedavg", {"execution": fedsim.Jit(lanes=1)}),
         ("scaffold", {"execution": fedsim.Jit(lanes=3)}),
         ("perfedavg", {}),  # divides batches itself
-        ("scaffold", {"option": "I"}),  # has full gradients
+        ("scaffold", {"control_variate": "I"}),  # has full gradients
         ("qfedavg", {}),  # has the losses of whole clients
         ("mime", {}),
     ],

@@ -52,7 +52,7 @@ def numpy_scaffold(x, rounds, option, weight_of, population_weight):
 @pytest.mark.parametrize("weighting", ["uniform", "examples"])
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_scaffold_follows_algorithm_1(option, weighting):
-    algorithm = SCAFFOLD(option=option, weighting=weighting, **settings(server_optimizer=optax.sgd(SERVER_RATE)))
+    algorithm = SCAFFOLD(control_variate=option, weighting=weighting, **settings(server_optimizer=optax.sgd(SERVER_RATE)))
     start, end, state = run(algorithm, cohorts())
     sizes = federation.data().sizes
     weight_of, whole = (lambda _: 1, np.count_nonzero(sizes)) if weighting == "uniform" else (lambda e: len(e[1]), sizes.sum())
@@ -89,7 +89,7 @@ def test_scaffold_is_fedavg_in_the_first_round_and_with_identical_clients():
     alike = settings(batches=fedsim.Batches(size=6, epochs=5, shuffle=False))
     rounds = [federation.cohort(equal, round=r) for r in range(4)]
     for option in ("I", "II"):
-        assert_close(run(SCAFFOLD(option=option, **alike), rounds)[1], run(FedAvg(**alike), rounds)[1])
+        assert_close(run(SCAFFOLD(control_variate=option, **alike), rounds)[1], run(FedAvg(**alike), rounds)[1])
     unlike = [federation.cohort(round=r) for r in range(4)]
     assert_differ(run(SCAFFOLD(**settings()), unlike)[1], run(FedAvg(weighting="uniform", **settings()), unlike)[1])
 
@@ -119,7 +119,7 @@ def test_scaffold_rejects_an_optimizer_that_is_not_linear():
         algorithm = SCAFFOLD(**settings(client_optimizer=optimizer))
         with pytest.raises(ValueError, match="SCAFFOLD's option II needs a client_optimizer that is linear"):
             algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
-    algorithm = SCAFFOLD(option="I", **settings(client_optimizer=optax.sign_sgd(0.01)))
+    algorithm = SCAFFOLD(control_variate="I", **settings(client_optimizer=optax.sign_sgd(0.01)))
     algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
 
 

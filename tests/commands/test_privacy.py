@@ -89,7 +89,7 @@ UNIFORM = [*NOISE, "--weighting", "uniform"]
             "Expected a PoissonSampler or a UniformSampler, got Stragg",
         ),
         (
-            [*UNIFORM, "--client-devices", "1"],
+            [*UNIFORM, "--step-seconds", "1"],
             "Expected a PoissonSampler or a UniformSampler, got Sched",
         ),
         (

@@ -99,12 +99,12 @@ def test_steps_and_epochs_replace_each_other(tmp_path):
 def test_help_lists_every_option_with_the_published_default(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as stop:
-        main(["run", "--dataset", "emnist62", "--algorithm", "fedadam", "--help"])
+        main(["run", "--dataset", "emnist62", "--algorithm", "fedadam", "--help", "all"])
     text = capsys.readouterr().out
     assert stop.value.code == 0 and "Reddi et al. 2021" in text
     options = """dataset data model algorithm rounds clients batch-size epochs steps max-steps weighting nonfinite seed
         evaluate-every client-learning-rate client-momentum client-schedule server-learning-rate b1 b2 tau folder from
-        sampler dp-epsilon dp-noise dp-delta dp-clip checkpoint-every writers execution devices lanes memory
+        sampler dp-epsilon dp-noise dp-delta dp-clip checkpoint-every writers execution devices lanes example-storage
         rounds-per-dispatch"""
     for option in options.split():
         assert f"--{option} " in text, option
@@ -113,13 +113,37 @@ def test_help_lists_every_option_with_the_published_default(capsys, monkeypatch)
     assert "--mu" not in text
 
 
+def options_of_help(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", *arguments])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    return set(re.findall(r"^\W --(?!no-)([\w-]+)", text, re.MULTILINE)), text
+
+
+def test_help_lists_the_main_options_and_says_how_to_list_others(capsys):
+    options, text = options_of_help(capsys, "--help")
+    assert {"dataset", "algorithm", "rounds", "clients", "client-learning-rate", "seeds", "folder"} <= options
+    assert len(options) <= 17 and "fedsim run --help all" in text and "virtual clock" in text
+    scaffold, _ = options_of_help(capsys, "--algorithm", "scaffold", "--help")
+    assert scaffold - options == {"control-variate", "server-learning-rate"}
+
+
+def test_help_lists_the_options_under_a_heading(capsys):
+    options, _ = options_of_help(capsys, "--help", "attacks")
+    assert options == {"attack", "attackers", "stragglers", "drop-stragglers"}
+    assert {"synchronization", "step-seconds", "message-loss"} <= options_of_help(capsys, "--help", "clock")[0]
+    assert main(["run", "--help", "clok"]) == 2
+    assert "There is no word in a heading 'clok'. Did you mean 'clock'?" in capsys.readouterr().err
+
+
 _FACTORIES = {
     "aggregator": fedsim.aggregators.AGGREGATORS,
     "compressor": fedsim.compressors.COMPRESSORS,
     "attack": fedsim.attacks.ATTACKS,
     "topology": fedsim.decentralized.TOPOLOGIES,
     "synchronization": fedsim.systems.SYNCHRONIZATIONS,
-    "client_devices": fedsim.systems.LAWS,
+    "step_seconds": fedsim.systems.LAWS,
     "client_optimizer": OPTIMIZERS,
     "sampler": fedsim.samplers.SAMPLERS,
 }
@@ -148,10 +172,10 @@ def test_every_example_of_the_help_is_accepted():
 
 def test_an_algorithm_without_client_optimizer_has_no_such_options(capsys):
     with pytest.raises(SystemExit):
-        main(["run", "--algorithm", "fedsgd", "--help"])
+        main(["run", "--algorithm", "fedsgd", "--help", "all"])
     text = capsys.readouterr().out
     assert "--client-learning-rate" not in text and "--server-learning-rate" in text
-    assert "--client-devices" in text and "--client-failures" in text
+    assert "--step-seconds" in text and "--client-failures" in text
 
 
 @pytest.mark.parametrize(
@@ -346,9 +370,9 @@ def test_a_sweep_has_faults_and_policy(clock, tmp_path):
     assert main(["resume", str(tmp_path / "s"), "--no-progress"]) == 0
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "exponential"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine(end=0.1)", "exponential(every=2, staircase=True)"])
 def test_learning_rate_schedules_run(schedule, tmp_path):
-    arguments = ["--client-schedule", schedule, "--client-schedule-every", "2", "--client-schedule-staircase"]
+    arguments = ["--client-schedule", schedule]
     assert main(["run", *SMALL, *arguments, "--folder", str(tmp_path / "r"), "--no-progress"]) == 0
     assert read_metrics(tmp_path / "r/metrics.jsonl")[-1]["test_loss"] < 2.5
 

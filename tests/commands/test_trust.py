@@ -188,7 +188,7 @@ def test_only_functions_of_the_user_s_file_need_no_annotation(tmp_path, monkeypa
     assert there.exists()
 
 
-@pytest.mark.parametrize("option", ["robust-mixing", "topology", "aggregator", "model", "dataset", "client-devices", "attack"])
+@pytest.mark.parametrize("option", ["robust-mixing", "topology", "aggregator", "model", "dataset", "step-seconds", "attack"])
 def test_a_name_of_a_module_gets_only_objects_that_the_field_expects(option, tmp_path, capsys):
     mark = tmp_path / "ran"
     arguments = ["--algorithm", "dpsgd"] if option in ("robust-mixing", "topology") else []

@@ -18,7 +18,7 @@ from fedsim.experiment._longer import _check_events
 
 SMALL = ["--model", "digits_logistic", "--clients", "3", "--evaluate-every", "4", "--checkpoint-every", "2"]
 SMALL += ["--execution", "jit", "--no-progress"]
-BUFFERED = ["--synchronization", "buffered(size=2, concurrency=6)", "--client-devices", "log_normal(sigma=1.5)"]
+BUFFERED = ["--synchronization", "buffered(size=2, concurrency=6)", "--step-seconds", "log_normal(sigma=1.5)"]
 
 
 def run(folder, rounds, *options):
@@ -44,9 +44,9 @@ def assert_equal(some, other):
 @pytest.mark.parametrize(
     ("options", "before", "after"),
     [
-        (["--server-learning-rate", "0.5", "--client-schedule", "exponential", "--client-schedule-every", "3"], 6, 11),
+        (["--server-learning-rate", "0.5", "--client-schedule", "exponential(every=3)"], 6, 11),
         (BUFFERED, 6, 14),
-        (["--synchronization", "asynchronous(concurrency=5)", "--client-devices", "exponential(mean=2)"], 5, 12),
+        (["--synchronization", "asynchronous(concurrency=5)", "--step-seconds", "exponential(mean=2)"], 5, 12),
         (["--algorithm", "scaffold"], 5, 8),
         (["--algorithm", "dpsgd", "--dataset", "digits(clients=8)", "--message-loss", "0.1"], 5, 9),
     ],
@@ -78,7 +78,7 @@ def test_an_unfinished_run_gets_more_or_fewer_rounds(tmp_path, capsys):
 @pytest.mark.parametrize("how", ["sequential", "devices"])
 @pytest.mark.slow
 def test_a_longer_sweep_equals_one_from_the_start(how, tmp_path):
-    options = ["--client-learning-rate", "0.05,0.1", "--how", how]
+    options = ["--client-learning-rate", "0.05,0.1", "--sweep-mode", how]
     run(tmp_path / "long", 7, *options)
     run(tmp_path / "short", 5, *options)
     assert main(["resume", str(tmp_path / "short"), "--rounds", "7"]) == 0

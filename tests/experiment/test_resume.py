@@ -422,11 +422,11 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_deleted(arguments, algorith
     assert restore(tmp_path / "r", algorithm)[1] == 12
 
 
-@pytest.mark.parametrize("field", [{"execution": "pmpa"}, {"memory": "disk"}, {"lanes": 0}])
+@pytest.mark.parametrize("field", [{"execution": "pmpa"}, {"example_storage": "disk"}, {"lanes": 0}])
 def test_settings_that_do_not_exist_are_refused(field):
     with pytest.raises(ValueError, match=next(iter(field))):
         fedsim.experiment.Settings(**field)
-    with pytest.raises(ValueError, match="There is no choice of client_schedule 'cosin'. Did you mean 'cosine'"):
+    with pytest.raises(ValueError, match="There is no client schedule 'cosin'. Did you mean 'cosine'"):
         fedsim.experiment.RunConfig(client_schedule="cosin")
     with pytest.raises(ValueError, match="execution='debug' does not take devices"):
         fedsim.experiment.Settings(execution="debug", lanes=2).executor()

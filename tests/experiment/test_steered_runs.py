@@ -195,8 +195,10 @@ def test_members_of_a_sweep_that_run_side_by_side_have_cohorts_of_their_own(how,
     """They share a sampler, and their losses differ; each equals a run of its own, up to the order of sums."""
     options = ["--model", "digits_logistic", "--clients", "3", "--rounds", "5", "--no-progress", "--evaluate-every", "5"]
     options += ["--sampler", "power_of_choice(candidates=6)", "--devices", "2"]
-    options += ["--client-devices", "log_normal(sigma=1)"] if how == "devices" else []  # Otherwise members share a sampler.
-    assert main(["run", *options, "--client-learning-rate", "0.01,1", "--how", how, "--folder", str(tmp_path / "s")]) == 0
+    options += ["--step-seconds", "log_normal(sigma=1)"] if how == "devices" else []  # Otherwise members share a sampler.
+    assert (
+        main(["run", *options, "--client-learning-rate", "0.01,1", "--sweep-mode", how, "--folder", str(tmp_path / "s")]) == 0
+    )
     observed = []
     for rate in ("0.01", "1.0"):
         assert main(["run", *options, "--client-learning-rate", rate, "--folder", str(tmp_path / rate)]) == 0

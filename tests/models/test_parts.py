@@ -284,7 +284,7 @@ def test_mime_sends_running_statistics_once(data):
 ALGORITHMS = [
     (algorithms.FedProx, {"mu": 0.1}),
     (algorithms.SCAFFOLD, {}),
-    (algorithms.SCAFFOLD, {"option": "I"}),
+    (algorithms.SCAFFOLD, {"control_variate": "I"}),
     (algorithms.FedDyn, {}),
     (algorithms.FedNova, {}),
     (algorithms.QFedAvg, {"q": 1.0}),

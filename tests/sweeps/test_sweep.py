@@ -113,7 +113,7 @@ def test_members_that_run_at_the_same_time_equal_separate_runs(how, tmp_path, no
     sweep = tmp_path / "sweep"
     with jax.log_compiles(), caplog.at_level("WARNING"):
         # A batch size of its own, so that no other test has compiled these programs.
-        assert main(["run", *RATES, "--batch-size", "17", "--how", how, "--folder", str(sweep)]) == 0
+        assert main(["run", *RATES, "--batch-size", "17", "--sweep-mode", how, "--folder", str(sweep)]) == 0
     compiled = [text.split()[1] for text in map(str, caplog.messages) if text.startswith("Compiling ")]
     assert sum("together" in name for name in compiled) == 1
     assert json.loads((sweep / "sweep.json").read_text())["how"] == how
@@ -125,7 +125,7 @@ def test_members_that_run_at_the_same_time_equal_separate_runs(how, tmp_path, no
 @slow
 def test_members_that_run_sequentially_have_the_bits_of_separate_runs(tmp_path, no_pictures):
     sweep = tmp_path / "sweep"
-    assert main(["run", *RATES, "--how", "sequential", "--folder", str(sweep)]) == 0
+    assert main(["run", *RATES, "--sweep-mode", "sequential", "--folder", str(sweep)]) == 0
     for name in RATE_NAMES:
         assert bits(sweep / name) == bits(separate(tmp_path / name, name))
 
@@ -137,7 +137,10 @@ TOY = ["--dataset", "toy_regression(clients=6)", *SMALL[2:], *ONE_DEVICE, "--rou
 @pytest.mark.parametrize("how", ["devices", pytest.param("sequential", marks=slow)])
 def test_members_with_different_seeds_have_their_own_data_and_the_bits_of_separate_runs(how, tmp_path, no_pictures):
     sweep = tmp_path / "sweep"
-    assert main(["run", *TOY, "--client-learning-rate", "0.01,0.02", "--seeds", "2", "--how", how, "--folder", str(sweep)]) == 0
+    assert (
+        main(["run", *TOY, "--client-learning-rate", "0.01,0.02", "--seeds", "2", "--sweep-mode", how, "--folder", str(sweep)])
+        == 0
+    )
     for seed in (0, 1):
         alone = tmp_path / f"alone {seed}"
         assert main(["run", *TOY, "--client-learning-rate", "0.02", "--seed", str(seed), "--folder", str(alone)]) == 0
@@ -166,7 +169,7 @@ def test_no_member_trains_on_the_data_of_one_that_runs_on_another_device(dataset
         "pmap",
         "--devices",
         "2",
-        "--how",
+        "--sweep-mode",
         "devices",
     ]
     assert main(["run", *options, *sweep, "--folder", str(tmp_path / "s")]) == 0
@@ -254,7 +257,7 @@ def test_members_with_memories_of_clients_equal_separate_runs(tmp_path, no_pictu
 @pytest.mark.parametrize("how", ["devices", pytest.param("vmap", marks=slow)])
 def test_members_whose_checkpoints_are_of_different_rounds_continue_to_the_same_bits(how, tmp_path, no_pictures):
     """One member lost its last rounds, one has no round, one is finished."""
-    options = [*RATES, "--how", how, "--rounds", "7", "--evaluate-every", "3", "--checkpoint-every", "2"]
+    options = [*RATES, "--sweep-mode", how, "--rounds", "7", "--evaluate-every", "3", "--checkpoint-every", "2"]
     unbroken = tmp_path / "unbroken"
     assert main(["run", *options, "--folder", str(unbroken)]) == 0
     folder = shutil.copytree(unbroken, tmp_path / "sweep")
@@ -274,7 +277,7 @@ def test_members_whose_checkpoints_are_of_different_rounds_continue_to_the_same_
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--memory", "stream"], "the examples are not all on the device"),
+        (["--example-storage", "stream"], "the examples are not all on the device"),
         pytest.param(
             ["--algorithm", str(Path(__file__).parents[2] / "examples/python_loop.py:WeightTransfer")],
             "WeightTransfer.apply is not compiled",
@@ -285,7 +288,7 @@ def test_members_whose_checkpoints_are_of_different_rounds_continue_to_the_same_
 def test_members_that_cannot_run_at_the_same_time_run_one_after_another_with_a_warning(
     options, reason, tmp_path, capsys, no_pictures
 ):
-    assert main(["run", *RATES, *options, "--how", "vmap", "--folder", str(tmp_path / "s")]) == 0
+    assert main(["run", *RATES, *options, "--sweep-mode", "vmap", "--folder", str(tmp_path / "s")]) == 0
     error = capsys.readouterr().err
     assert f"warning: 3 of 3 runs run one after another (how='sequential'), because {reason}." in error
     assert bits(tmp_path / "s" / RATE_NAMES[0]) == bits(separate(tmp_path / "separate", RATE_NAMES[0], *options))
@@ -300,12 +303,12 @@ def test_members_whose_memories_of_clients_are_not_on_the_device_run_one_after_a
     scaffold = ["--algorithm", "scaffold"]
     assert main(["run", *RATES, *scaffold, "--folder", str(tmp_path / "s")]) == 0
     error = capsys.readouterr().err
-    assert "because the clients' memories are not all on the device" in error and "--memory resident" in error
+    assert "because the clients' memories are not all on the device" in error and "--example-storage resident" in error
     alone = separate(tmp_path / "separate", RATE_NAMES[0], *scaffold)
     assert (alone / "checkpoints" / "clients.rows").exists()
     assert_close(tmp_path / "s" / RATE_NAMES[0], alone)
     resident = tmp_path / "resident"
-    assert main(["run", *RATES, *scaffold, "--memory", "resident", "--folder", str(resident)]) == 0
+    assert main(["run", *RATES, *scaffold, "--example-storage", "resident", "--folder", str(resident)]) == 0
     assert "one after another" not in capsys.readouterr().err
     assert_ran_at_the_same_time(resident)
 
@@ -316,12 +319,13 @@ def test_how_is_recorded_and_used_when_a_sweep_continues(finished, tmp_path, cap
     assert experiment.read_sweep(folder)["how"] == "devices"
     for how, recorded in (("sequential", "sequential"), (None, "sequential"), ("devices", "devices")):
         shutil.rmtree(folder / NAMES[2])
-        assert main(["resume", str(folder), "--no-progress", *(["--how", how] if how else [])]) == 0
+        assert main(["resume", str(folder), "--no-progress", *(["--sweep-mode", how] if how else [])]) == 0
         assert experiment.read_sweep(folder)["how"] == recorded
         assert bits(folder / NAMES[2]) == bits(finished / NAMES[2])
-    assert main(["run", *SMALL, "--how", "vmap", "--folder", str(tmp_path / "r"), "--no-progress"]) == 2
+    assert main(["run", *SMALL, "--sweep-mode", "vmap", "--folder", str(tmp_path / "r"), "--no-progress"]) == 2
     assert (
-        "Expected several values of an option or --seeds with --how, got --how vmap for a single run" in capsys.readouterr().err
+        "Expected several values of an option or --seeds with --sweep-mode, got --sweep-mode vmap for a single run"
+        in capsys.readouterr().err
     )
     with pytest.raises(ValueError, match="Expected how to be 'vmap', 'devices' or 'sequential'"):
         sweeps.sweep(RunConfig(), Settings(folder=str(tmp_path / "s")), {"mu": [1.0]}, how="fast")
@@ -360,7 +364,7 @@ def test_updates_that_are_not_finite_name_the_member_and_stop_no_other_one(how, 
         table = (folder / "table.txt").read_text().splitlines()
         assert [line.split()[0] for line in table[1:3]] == ["0.1", "0.5"]
 
-    assert_the_bad_ones_failed(main(["run", *options, *rates, "--how", how, "--folder", str(folder)]))
+    assert_the_bad_ones_failed(main(["run", *options, *rates, "--sweep-mode", how, "--folder", str(folder)]))
     separately = tmp_path / "separate"
     assert main(["run", *options, "--client-learning-rate", "0.1", "--folder", str(separately)]) == 0
     assert_close(folder / good[0], separately)
@@ -392,7 +396,7 @@ def test_a_device_that_runs_out_of_memory_runs_half_as_many_members(tmp_path, mo
         return exhausted if side_by_side > 1 else compile_members(programs, setting, mesh, side_by_side)
 
     monkeypatch.setattr(_members, "_compiled", compiled)
-    assert main(["run", *RATES, "--how", "vmap", "--folder", str(tmp_path / "s")]) == 0
+    assert main(["run", *RATES, "--sweep-mode", "vmap", "--folder", str(tmp_path / "s")]) == 0
     assert "out of memory with 2 members side by side" in capsys.readouterr().err
     assert_close(tmp_path / "s" / RATE_NAMES[2], separate(tmp_path / "separate", RATE_NAMES[2]))
 
@@ -401,7 +405,7 @@ def test_a_device_that_runs_out_of_memory_runs_half_as_many_members(tmp_path, mo
 def test_rounds_that_run_again_are_counted_once(tmp_path, monkeypatch, capsys, no_pictures):
     bars = federation.progress_bars(monkeypatch)
     sizes = federation.out_of_memory_in_the_third_dispatch(monkeypatch)
-    assert main(["run", *RATES, "--how", "vmap", "--rounds", "6", "--folder", str(tmp_path / "s")]) == 0
+    assert main(["run", *RATES, "--sweep-mode", "vmap", "--rounds", "6", "--folder", str(tmp_path / "s")]) == 0
     assert "out of memory with 2 members side by side" in capsys.readouterr().err
     assert sizes[:4] == [3, 3, 3, 2]
     (bar,) = bars
@@ -412,7 +416,7 @@ def test_states_are_copied_to_the_host_for_evaluations_and_checkpoints_alone(tmp
     """Two members run at the same time, then the third one: after rounds 3 and 6, an evaluation, and 4, a checkpoint."""
     reads = federation.reads_of_states(monkeypatch)
     options = ["--rounds", "6", "--evaluate-every", "3", "--checkpoint-every", "4", "--rounds-per-dispatch", "1"]
-    assert main(["run", *RATES, *options, "--how", "devices", "--folder", str(tmp_path / "s")]) == 0
+    assert main(["run", *RATES, *options, "--sweep-mode", "devices", "--folder", str(tmp_path / "s")]) == 0
     assert reads == [2, 2, 2, 1, 1, 1]
 
 
@@ -420,7 +424,7 @@ def test_states_are_copied_to_the_host_for_evaluations_and_checkpoints_alone(tmp
 def test_members_that_run_sequentially_stop_after_a_signal_and_continue_to_the_same_bits(
     tmp_path, monkeypatch, capsys, no_pictures
 ):
-    options = [*RATES, "--how", "sequential", "--rounds", "6", "--rounds-per-dispatch", "1"]
+    options = [*RATES, "--sweep-mode", "sequential", "--rounds", "6", "--rounds-per-dispatch", "1"]
     unbroken, stopped = tmp_path / "unbroken", tmp_path / "stopped"
     assert main(["run", *options, "--folder", str(unbroken)]) == 0
     finish, dispatches = Run.finish, []
@@ -680,7 +684,7 @@ def test_a_killed_sweep_ends_with_the_bits_of_an_unbroken_one(number, tmp_path):
 )
 def test_a_sweep_without_a_server_has_the_runs_of_separate_commands(algorithm, options, tmp_path, no_pictures):
     few = ["--dataset", "digits(clients=6)", *SMALL, *ONE_DEVICE, "--no-progress", "--algorithm", algorithm]
-    sweep = ["--client-learning-rate", "0.05,0.1", *options, "--how", "sequential"]
+    sweep = ["--client-learning-rate", "0.05,0.1", *options, "--sweep-mode", "sequential"]
     assert main(["run", *few, *sweep, "--folder", str(tmp_path / "s")]) == 0
     single = ["--client-learning-rate", "0.1", *(value.rpartition(",")[2] for value in options)]
     assert main(["run", *few, *single, "--folder", str(tmp_path / "r")]) == 0
