@@ -252,6 +252,24 @@ def test_pictures_of_results_show_the_present_results():
         assert drawn == script["hash_of"](name), f"run: python docs/write_figures.py {name}"
 
 
+@pytest.mark.parametrize(("name", "section", "count"), [("few_labels", "## Few labels", 12), ("transfer", "## Transfer", 8)])
+def test_percentages_on_the_page_of_few_labels_are_those_of_the_rows(name, section, count):
+    page = (DOCS / "few_labels.md").read_text(encoding="utf-8")
+    text = page.split(section)[1].split("\n## ")[0].split("What to expect")[1]
+    claimed = re.findall(r"\d+(?:\.\d)?(?= %| instead| and \d+ %)", re.sub(r"With \d+ %(?: of the labels)?", "", text))
+    values = [float(row["ours"].split()[0]) for row in runpy.run_path(str(DOCS / "write_reproductions.py"))["rows_of"](name)]
+    assert len(claimed) >= count
+    for number in claimed:
+        digits = len(number.partition(".")[2])
+        assert any(abs(value - float(number)) <= 0.51 * 10**-digits for value in values), number
+
+
+def test_numbers_of_tuning_are_those_of_the_notebook():
+    claimed = re.findall(r"\d\.\d{3}", (DOCS / "tuning.md").read_text(encoding="utf-8"))
+    notebook = (ROOT / "colab" / "differentiate.ipynb").read_text(encoding="utf-8")
+    assert len(claimed) == 4 and [number for number in claimed if number not in notebook] == []
+
+
 def test_tables_of_four_ways_are_those_of_its_script():
     written = runpy.run_path(str(DOCS / "write_four_ways.py"))["page"]()
     assert written == (DOCS / "four_ways.md").read_text(encoding="utf-8"), "run: python docs/write_four_ways.py"
