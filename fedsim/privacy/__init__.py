@@ -1,10 +1,12 @@
-"""Privacy of clients: what rounds with `fedsim.aggregators.GaussianMechanism` reveal, and the protocol of secure aggregation.
+"""Privacy of clients: what rounds with `fedsim.aggregators.GaussianMechanism` reveal, audits of it, and secure aggregation.
 
 `epsilon` and `noise_multiplier` need the package dp-accounting: ``pip install 'fedsim-jax[privacy]'``.
 """
 
 from fedsim.privacy._accountant import epsilon as epsilon
 from fedsim.privacy._accountant import noise_multiplier as noise_multiplier
+from fedsim.privacy._canaries import Canary as Canary
+from fedsim.privacy._canaries import canary_audit as canary_audit
 from fedsim.privacy._guarantee import Guarantee as Guarantee
 from fedsim.privacy._guarantee import calibrated as calibrated
 from fedsim.privacy._guarantee import check as check
@@ -14,5 +16,7 @@ from fedsim.privacy._participation import Participation as Participation
 from fedsim.privacy._participation import Poisson as Poisson
 from fedsim.privacy._participation import Relation as Relation
 from fedsim.privacy._participation import participation_of as participation_of
+from fedsim.privacy._scores import Roc as Roc
+from fedsim.privacy._scores import Scores as Scores
 from fedsim.privacy._secure_aggregation import Aggregated as Aggregated
 from fedsim.privacy._secure_aggregation import SecureAggregation as SecureAggregation

@@ -6,6 +6,7 @@ docs/reproductions.md.
 """
 
 from fedsim.names import look_up
+from fedsim.reproductions._attacks_and_defenses import ATTACKS_AND_DEFENSES
 from fedsim.reproductions._compression_femnist import COMPRESSION
 from fedsim.reproductions._curve import Curve as Curve
 from fedsim.reproductions._curve import rounds_to_target as rounds_to_target
@@ -62,6 +63,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         VERTICAL,
         FEW_LABELS,
         TRANSFER,
+        ATTACKS_AND_DEFENSES,
     )
 }
 
