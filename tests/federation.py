@@ -58,6 +58,7 @@ SAMPLERS = {
     "WeightedSampler": lambda data, seed: fedsim.samplers.WeightedSampler(data, clients=5, seed=seed),
     "PoissonSampler": lambda data, seed: fedsim.samplers.PoissonSampler(data, probability=5 / data.num_clients, seed=seed),
     "ShuffledSampler": lambda data, seed: fedsim.samplers.ShuffledSampler(data, clients=5, seed=seed),
+    "CyclicSampler": lambda data, seed: fedsim.samplers.CyclicSampler(data, clients=5, seed=seed),
     "DiurnalSampler": lambda data, seed: fedsim.samplers.DiurnalSampler(data, clients=5, seed=seed, period=6),
     "ScheduleSampler": schedule,
     "ClusteredSampling": lambda data, seed: fedsim.samplers.ClusteredSampling(data, clients=5, seed=seed),

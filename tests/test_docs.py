@@ -168,6 +168,7 @@ WITHOUT_NAME = {
         "FLTrust",
         "Grouped",
         "GaussianMechanism",
+        "MatrixMechanism",
         "StackAggregator",
     ),
     *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),

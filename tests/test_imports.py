@@ -19,6 +19,7 @@ HEAVY = {
     "equinox",
     "flax",
     "h5py",
+    "jax_privacy",
     "keras",
     "matplotlib",
     "mlflow",

@@ -188,6 +188,7 @@ REGISTERED = {
     **decentralized.ALGORITHMS,
     **aggregators.AGGREGATORS,
     **{cls.__name__: cls for cls in (aggregators.Clipped, aggregators.GaussianMechanism, aggregators.Grouped)},
+    "MatrixMechanism": aggregators.MatrixMechanism,
     **fedsim.compressors.COMPRESSORS,
     **attacks.ATTACKS,
 }
@@ -201,6 +202,7 @@ VALID = {
     "target": 1,
     "names": "linear/*",
     "inner": attacks.SignFlip(),
+    "matrix": aggregators.BinaryTree(rounds=2),
 }
 WRONG = {float: [np.nan, np.inf, -1, "1", True], int: [np.nan, np.inf, -1, 1.5, "1", True], bool: ["no", 1, None]}
 MAY_BE_NEGATIVE = {("Histogram", "low"), ("Quantiles", "low"), ("PixelBackdoor", "value")}

@@ -109,6 +109,9 @@ def aggregators_and_compressors(model: fedsim.Model, task: workload.Task) -> dic
     kinds: dict[str, aggregators.Aggregator] = {
         "Clipped": clipped,
         "GaussianMechanism": aggregators.GaussianMechanism(1e-3, clip=1.0, denominator=task.clients, largest_weight=examples),
+        "MatrixMechanism": aggregators.MatrixMechanism(
+            1e-3, clip=1.0, denominator=task.clients, largest_weight=examples, matrix=aggregators.BinaryTree(rounds=10_000)
+        ),
         "PartlyUniform": aggregators.PartlyUniform("linear/*"),
         "CentredClipping": aggregators.CentredClipping(1.0),
         "CoordinateMedian": aggregators.CoordinateMedian(),

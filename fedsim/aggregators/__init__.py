@@ -31,7 +31,13 @@ from fedsim.aggregators._grouped import Grouped as Grouped
 from fedsim.aggregators._grouped import Groups as Groups
 from fedsim.aggregators._grouped import Member as Member
 from fedsim.aggregators._krum import Krum as Krum
+from fedsim.aggregators._matrix_mechanism import MatrixMechanism as MatrixMechanism
 from fedsim.aggregators._min_norm import MinNorm as MinNorm
+from fedsim.aggregators._noise_matrix import BandedToeplitz as BandedToeplitz
+from fedsim.aggregators._noise_matrix import BinaryTree as BinaryTree
+from fedsim.aggregators._noise_matrix import BufferedToeplitz as BufferedToeplitz
+from fedsim.aggregators._noise_matrix import NoiseMatrix as NoiseMatrix
+from fedsim.aggregators._noise_matrix import matrix_factorization as matrix_factorization
 from fedsim.aggregators._partly_uniform import PartlyUniform as PartlyUniform
 from fedsim.aggregators._rows import squared_distances as squared_distances
 from fedsim.aggregators._secure_mean import SecureMean as SecureMean
@@ -40,8 +46,8 @@ from fedsim.aggregators._trimmed_mean import TrimmedMean as TrimmedMean
 from fedsim.names import by_name
 
 # Aggregators that can be chosen by name. FLTrust needs the server's own update in a round, so it is not listed, and neither are
-# wrappers that clients apply: they are options of their own (clip, compressor). The noise of GaussianMechanism follows from a
-# privacy budget.
+# wrappers that clients apply: they are options of their own (clip, compressor). The noise of GaussianMechanism and
+# MatrixMechanism follows from a privacy budget.
 AGGREGATORS: dict[str, type[Aggregator]] = by_name(
     Mean,
     PartlyUniform,

@@ -220,6 +220,10 @@ def _with_privacy(experiment: Experiment, config: RunConfig) -> Experiment:
 
     assert config.dp_delta is not None
     algorithm, sampler, delta = experiment.algorithm, experiment.sampler, config.dp_delta
+    if config.dp_mechanism != "independent":
+        cache = datasets.cache_folder() / "noise"
+        matrix = privacy.noise_matrix(config.dp_mechanism, sampler, rounds=config.rounds, cache=cache)
+        algorithm = privacy.correlated(algorithm, matrix)
     if config.dp_epsilon is not None:
         algorithm = privacy.calibrated(algorithm, sampler, epsilon=config.dp_epsilon, delta=delta, rounds=config.rounds)
     return experiment._replace(algorithm=algorithm, privacy=privacy.Guarantee.of(algorithm, sampler, delta=delta))

@@ -311,6 +311,13 @@ class RunConfig:
         "Largest norm of an update: a number, or 'adaptive' for the median of the norms, which is estimated with noise, too.",
         builds="aggregator",
     )
+    dp_mechanism: Literal["independent", "tree", "banded", "buffered"] = _option(
+        "independent",
+        "differential privacy",
+        "Noise of a round: independent, or correlated between rounds (DP-FTRL) by a binary tree, a banded or a buffered "
+        "Toeplitz matrix, which needs --sampler cyclic and a fixed --dp-clip.",
+        builds="aggregator",
+    )
     # The optimizer of a server without a learning rate of its own is SGD with the hyperparameter server_learning_rate.
     hyperparameters: Mapping[str, Value] = dataclasses.field(default_factory=dict, metadata={"builds": ("server_optimizer",)})
     rounds: int = _option(100, "training", "Number of rounds.", builds="client_optimizer")
@@ -431,6 +438,12 @@ class RunConfig:
             except ValueError:
                 number = None
             checks.positive(dp_clip=self.dp_clip if number is None else number, remedy="give a norm such as 0.5, or 'adaptive'")
+        if self.dp_mechanism != "independent" and (not self.is_private or self.dp_clip == "adaptive"):
+            raise ValueError(
+                f"Expected dp_epsilon or dp_noise, with dp_delta and a number for dp_clip, with dp_mechanism="
+                f"{self.dp_mechanism!r}, got {shown or 'none of them'}: give, for example, dp_epsilon=8, dp_delta=1e-6 and "
+                "dp_clip=0.5."
+            )
         if self.is_private and self.aggregator is not None:
             raise ValueError(
                 f"Expected no aggregator with differential privacy, got aggregator={self.aggregator!r}: the accountant knows "

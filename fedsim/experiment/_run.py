@@ -102,6 +102,8 @@ class Run(Rounds):
         else:  # A schedule that is too short raises its error now instead of after its last round.
             checked_cohort(sampler, rounds - 1, first)
         algorithm.check(first.data)
+        if privacy and privacy.matrix:
+            privacy.epsilon(rounds)  # Raises if the noise is correlated between fewer rounds.
         key = rng.stream(first.key, "init")
         like = jax.eval_shape(algorithm.init, key)
         self._compute_scores = evaluate or default_evaluation(algorithm, first.data, test_data, like)

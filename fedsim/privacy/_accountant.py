@@ -12,7 +12,9 @@ import math
 from typing import Any, Literal
 
 from fedsim import checks
-from fedsim.privacy._participation import FixedSize, Participation, Relation, participation_of
+from fedsim.aggregators import NoiseMatrix
+from fedsim.privacy._factorization import sensitivity
+from fedsim.privacy._participation import EveryRound, FixedSize, Participation, Relation, participation_of
 from fedsim.samplers import Sampler
 
 Method = Literal["pld", "rdp"]
@@ -34,6 +36,7 @@ def epsilon(
     relation: Relation | None = None,
     method: Method | None = None,
     interval: float = _INTERVAL,
+    matrix: NoiseMatrix | None = None,
 ) -> float:
     """Returns ε of (ε, δ) differential privacy of clients after a number of rounds. It is an upper bound.
 
@@ -44,10 +47,13 @@ def epsilon(
       rounds: the number of rounds; 0 reveals nothing.
       delta: δ, in (0, 1). It should be below one over the number of clients.
       relation: ``"add_or_remove"``: all populations that differ by the presence of one client are nearly indistinguishable;
-        ``"replace_one"``: those in which one client is replaced by any other, which changes the sum by up to two norms.
+        ``"replace_one"``: those in which one client is replaced by any other, which changes the sum by up to two norms;
+        ``"zero_out"``: those in which a client sends zeros, and keeps its place in the order of the clients.
         Default: the one that is known for this participation.
       method: ``"pld"`` composes privacy loss distributions, ``"rdp"`` Rényi divergences. Default: the better one that is known.
       interval: for ``"pld"``, losses are rounded up to multiples of it.
+      matrix: of a `fedsim.aggregators.MatrixMechanism`, whose rounds together are one Gaussian mechanism with the noise
+        multiplier divided by `sensitivity`; None: the noise of each round is independent.
 
     Returns:
       ε; infinity without noise.
@@ -76,7 +82,8 @@ def epsilon(
         return 0.0
     if noise_multiplier == 0:
         return math.inf
-    return _epsilon(float(noise_multiplier), known, int(rounds), float(delta), relation, method, float(interval))
+    known, scale, count = _composed(known, matrix, rounds)
+    return _epsilon(float(noise_multiplier) / scale, known, count, float(delta), relation, method, float(interval))
 
 
 def noise_multiplier(
@@ -86,12 +93,13 @@ def noise_multiplier(
     rounds: int,
     delta: float,
     relation: Relation | None = None,
+    matrix: NoiseMatrix | None = None,
 ) -> float:
     """Returns the noise multiplier with which a number of rounds has (ε, δ) differential privacy of clients.
 
     Args:
       epsilon: ε, positive.
-      participation, rounds, delta, relation: see `epsilon`.
+      participation, rounds, delta, relation, matrix: see `epsilon`.
 
     Returns:
       z, at most 0.01 % more than necessary.
@@ -113,9 +121,10 @@ def noise_multiplier(
     relation = relation or known.relations[0]
     _check_known(known, "relation", relation, known.relations)
     checks.number(above=0, below=1, delta=delta)
+    known, scale, count = _composed(known, matrix, rounds)
 
     def excess(noise: float, method: str) -> float:
-        found = _epsilon(noise, known, rounds, float(delta), relation, method, _INTERVAL)
+        found = _epsilon(noise, known, count, float(delta), relation, method, _INTERVAL)
         return min(found, 1e6) - epsilon  # An infinite value would stop the search.
 
     def bracket(start: float, factor: float, method: str) -> tuple[float, float] | None:
@@ -141,11 +150,20 @@ def noise_multiplier(
     if method == "pld" and (coarse := bracket(start, factor, "coarse")):
         start, factor = solved(*coarse, "coarse", 0.01), 1.1
     if found := bracket(start, factor, method):
-        return solved(*found, method, 3e-5)
+        return solved(*found, method, 3e-5) * scale
     raise ValueError(
         f"Expected an epsilon that noise can reach, got epsilon={epsilon}: with delta={delta} and rounds={rounds}, the "
         f"accountant proves no less than {epsilon + excess(_MOST_NOISE, method):.3g} for any noise. Give a larger one."
     )
+
+
+def _composed(participation: Participation, matrix: NoiseMatrix | None, rounds: int) -> tuple[Participation, float, int]:
+    """Returns the participation in mechanisms with independent noise, what a client changes in norms, and their number."""
+    if matrix is not None:
+        return EveryRound(), sensitivity(matrix, participation, rounds=rounds), 1
+    if participation.least_separation is not None:
+        return EveryRound(), 1.0, participation.most(rounds)
+    return participation, 1.0, rounds
 
 
 def _check_known(participation: Participation, name: str, value: str, known: tuple[str, ...]) -> None:
@@ -163,7 +181,7 @@ def _epsilon(
     dp = _dp_accounting()
     # The accountants take the noise in units of what a client changes: a replaced one changes the sum by two norms.
     event = participation.event(dp, noise / (2 if relation == "replace_one" else 1))
-    neighbours = getattr(dp.NeighboringRelation, {"add_or_remove": "ADD_OR_REMOVE_ONE"}.get(relation, "REPLACE_ONE"))
+    neighbours = getattr(dp.NeighboringRelation, "REPLACE_ONE" if relation == "replace_one" else "ADD_OR_REMOVE_ONE")
     if method == "pld":
         # This class of dp-accounting knows a replaced record only with its own doubling; the event has it already.
         accountant = dp.pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, interval)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from fedsim import checks
-from fedsim.aggregators import Aggregator, Clipped, Compressed, GaussianMechanism
+from fedsim.aggregators import Aggregator, Clipped, Compressed, GaussianMechanism, MatrixMechanism, NoiseMatrix
 from fedsim.algorithm import Algorithm
 from fedsim.data import FederatedData
 from fedsim.execution import traced_rounds
@@ -20,6 +21,7 @@ from fedsim.samplers import Sampler
 _RELATIONS = {
     "add_or_remove": "a client is added or removed, with all of its examples",
     "replace_one": "a client is replaced by any other, with all of its examples",
+    "zero_out": "a client sends zeros, and so nothing of its examples, in all of its rounds",
 }
 
 
@@ -85,11 +87,12 @@ def _check_aggregator(name: str, aggregator: Aggregator) -> None:
     inner = aggregator
     while isinstance(inner, (Clipped, Compressed)):
         inner = inner.inner
-    if type(inner) is not GaussianMechanism:
+    if type(inner) not in (GaussianMechanism, MatrixMechanism):
         raise ValueError(
             f"Expected updates to be aggregated by GaussianMechanism, got {type(inner).__name__} in {name}: what clients "
-            "send besides, or what combines the updates, has no known sensitivity. Use aggregator=GaussianMechanism(...), "
-            "which only Clipped and Compressed may wrap, and an algorithm whose clients send nothing but an update."
+            "send besides, or what combines the updates, has no known sensitivity. Use aggregator=GaussianMechanism(...) or "
+            "MatrixMechanism(...), which only Clipped and Compressed may wrap, and an algorithm whose clients send nothing but "
+            "an update."
         )
 
 
@@ -118,14 +121,49 @@ def calibrated(
     """
     participation = participation_of(sampler)
     calls = check(algorithm, sampler.data)
-    noise = noise_multiplier(epsilon, participation, rounds=rounds, delta=delta, relation=relation) * math.sqrt(calls)
+    matrix = getattr(algorithm.aggregator.innermost, "matrix", None)
+    noise = noise_multiplier(epsilon, participation, rounds=rounds, delta=delta, relation=relation, matrix=matrix)
+    noise *= math.sqrt(calls)
 
-    def with_noise(aggregator: Any) -> Aggregator:
+    return _with_mechanism(algorithm, lambda mechanism: dataclasses.replace(mechanism, noise_multiplier=noise))
+
+
+def correlated(algorithm: Algorithm, matrix: NoiseMatrix) -> Algorithm:
+    """Returns the algorithm with noise that is correlated between rounds, in place of independent noise.
+
+    Args:
+      algorithm: with a `GaussianMechanism`, whose noise multiplier, fixed norm and denominator are kept; `Clipped` and
+        `Compressed` may be around it.
+      matrix: how the noise is correlated, see `noise_matrix`.
+
+    Raises:
+      ValueError: the aggregator is another one, or its norm is adaptive.
+
+    >>> import optax, fedsim
+    >>> mechanism = GaussianMechanism(1.0, clip=0.5, denominator=5)
+    >>> algorithm = fedsim.algorithms.FedSGD(
+    ...     model=fedsim.models.digits_logistic(), server_optimizer=optax.sgd(0.1), weighting="uniform", aggregator=mechanism)
+    >>> type(correlated(algorithm, fedsim.aggregators.BinaryTree(rounds=100)).aggregator).__name__
+    'MatrixMechanism'
+    """
+    _check_aggregator(type(algorithm).__name__, algorithm.aggregator)
+
+    def change(mechanism: GaussianMechanism) -> GaussianMechanism:
+        names = "noise_multiplier", "clip", "denominator", "largest_weight"
+        return MatrixMechanism(**{name: getattr(mechanism, name) for name in names}, matrix=matrix)
+
+    return _with_mechanism(algorithm, change)
+
+
+def _with_mechanism(algorithm: Algorithm, change: Callable[[GaussianMechanism], GaussianMechanism]) -> Algorithm:
+    """Returns the algorithm with another mechanism inside the wrappers of its aggregator."""
+
+    def changed(aggregator: Any) -> Aggregator:
         if isinstance(aggregator, GaussianMechanism):
-            return dataclasses.replace(aggregator, noise_multiplier=noise)
-        return dataclasses.replace(aggregator, inner=with_noise(aggregator.inner))
+            return change(aggregator)
+        return dataclasses.replace(aggregator, inner=changed(aggregator.inner))
 
-    return dataclasses.replace(algorithm, aggregator=with_noise(algorithm.aggregator))
+    return dataclasses.replace(algorithm, aggregator=changed(algorithm.aggregator))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,6 +178,7 @@ class Guarantee:
       participation: how clients take part in rounds.
       delta: δ, at most one over the number of clients.
       relation: see `epsilon`; None: the default of the participation.
+      matrix: of noise that is correlated between rounds, see `epsilon`; None: the noise is independent.
 
     Raises:
       ValueError: an attribute is out of its range.
@@ -154,6 +193,7 @@ class Guarantee:
     participation: Participation
     delta: float
     relation: Relation | None = None
+    matrix: NoiseMatrix | None = None
 
     def __post_init__(self) -> None:
         checks.number(least=0, noise_multiplier=self.noise_multiplier)
@@ -184,13 +224,19 @@ class Guarantee:
         mechanism = algorithm.aggregator.innermost
         assert isinstance(mechanism, GaussianMechanism)
         noise = mechanism.noise_multiplier / math.sqrt(calls)
-        guarantee = cls(noise_multiplier=noise, participation=participation, delta=delta, relation=relation)
+        matrix = getattr(mechanism, "matrix", None)
+        guarantee = cls(noise_multiplier=noise, participation=participation, delta=delta, relation=relation, matrix=matrix)
         guarantee.epsilon(1)  # What the accountant refuses, or a missing dp-accounting, is said before the first round.
         return guarantee
 
     def epsilon(self, rounds: int) -> float:
-        """Returns ε after a number of rounds, see `fedsim.privacy.epsilon`."""
-        return epsilon(self.noise_multiplier, self.participation, rounds=rounds, delta=self.delta, relation=self.relation)
+        """Returns ε after a number of rounds, see `fedsim.privacy.epsilon`.
+
+        Raises:
+          ValueError: the noise is correlated between fewer rounds than these.
+        """
+        options = {"delta": self.delta, "relation": self.relation, "matrix": self.matrix}
+        return epsilon(self.noise_multiplier, self.participation, rounds=rounds, **options)  # type: ignore[arg-type]
 
     def text(self, rounds: int) -> str:
         """Returns ε and δ after a number of rounds and the neighbouring relation, as a part of a sentence."""
@@ -200,10 +246,12 @@ class Guarantee:
     @property
     def assumptions(self) -> list[str]:
         """What the guarantee assumes, in sentences."""
+        hidden = ", and nobody sees who takes part" if self.participation.is_hidden else ""
+        correlated = f" before {type(self.matrix).__name__} correlates it between rounds" if self.matrix else ""
         return [
-            f"Of the sampling: {self.participation}, and nobody sees who takes part.",
-            f"Of the noise: its standard deviation is {self.noise_multiplier:.4g} times what one client can add, and the "
-            "server that adds it is trusted.",
+            f"Of the sampling: {self.participation}{hidden}.",
+            f"Of the noise: its standard deviation is {self.noise_multiplier:.4g} times what one client can add{correlated}, "
+            "and the server that adds it is trusted.",
             "Of what is published: the model and what is computed from it; not the losses and counts of rounds in the metrics, "
             "and not what is chosen by evaluations on the clients' own examples.",
         ]

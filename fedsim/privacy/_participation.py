@@ -7,10 +7,11 @@ from typing import Any, ClassVar, Literal
 
 from fedsim import checks
 from fedsim.attacks import Attack
-from fedsim.samplers import Attacked, PoissonSampler, Sampler, UniformSampler
+from fedsim.samplers import Attacked, CyclicSampler, PoissonSampler, Sampler, ShuffledSampler, UniformSampler
 
-# Which populations are neighbours: one has a client that the other lacks, or the examples of one client differ.
-Relation = Literal["add_or_remove", "replace_one"]
+# Which populations are neighbours: one has a client that the other lacks, the examples of one client differ, or one client
+# sends zeros in all of its rounds.
+Relation = Literal["add_or_remove", "replace_one", "zero_out"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Participation:
     Attributes:
       relations: the neighbouring relations for which dp-accounting knows the loss of privacy; the first is the default.
       methods: the accountants that know it, the best first: ``"pld"`` (privacy loss distributions), ``"rdp"`` (Rényi).
+      is_hidden: whether the accountant assumes that nobody sees who takes part in a round.
 
     >>> Poisson(0.01).relations, FixedSize(10, 1000).relations
     (('add_or_remove',), ('replace_one',))
@@ -27,6 +29,16 @@ class Participation:
 
     relations: ClassVar[tuple[Relation, ...]] = ()
     methods: ClassVar[tuple[Literal["pld", "rdp"], ...]] = ("pld", "rdp")
+    is_hidden: ClassVar[bool] = True
+
+    @property
+    def least_separation(self) -> int | None:
+        """How many rounds a client's rounds are at least apart; None if that is random."""
+        return None
+
+    def most(self, rounds: int) -> int:
+        """Returns in how many of the first rounds a client takes part at most."""
+        return rounds
 
     def event(self, dp: Any, noise: float) -> Any:
         """Returns the event of one round.
@@ -110,9 +122,61 @@ class EveryRound(Participation):
     """
 
     relations = ("add_or_remove", "replace_one")
+    is_hidden = False
+
+    @property
+    def least_separation(self) -> int:
+        return 1
 
     def __str__(self) -> str:
         return "every client takes part in every round (no amplification by sampling)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Epochs(Participation):
+    """Every client takes part once in an epoch of rounds; nothing about it is secret.
+
+    A client that is left out keeps its place in the order, and sends zeros: otherwise, others would take part in other rounds.
+    P. Kairouz et al., "Practical and private (deep) learning without sampling or shuffling", ICML 2021, section 2, call this
+    relation zero-out: https://arxiv.org/abs/2103.00039.
+
+    Attributes:
+      length: the number of rounds of an epoch.
+      separation: how many rounds a client's rounds are at least apart: ``length`` if the order is the same in all epochs, and 1
+        if it is shuffled.
+
+    Raises:
+      ValueError: an attribute is out of its range.
+
+    >>> print(Epochs(10, separation=10))
+    every client takes part once in an epoch of 10 rounds, at least 10 rounds apart (no amplification by sampling)
+    >>> Epochs(10, separation=10).most(25)
+    3
+    """
+
+    relations = ("zero_out", "replace_one")
+    is_hidden = False
+
+    length: int
+    _: dataclasses.KW_ONLY
+    separation: int
+
+    def __post_init__(self) -> None:
+        checks.whole(1, length=self.length)
+        checks.whole(1, self.length, separation=self.separation)
+
+    @property
+    def least_separation(self) -> int:
+        return self.separation
+
+    def most(self, rounds: int) -> int:
+        return -(-rounds // self.length)
+
+    def __str__(self) -> str:
+        return (
+            f"every client takes part once in an epoch of {self.length:,} rounds, at least {self.separation:,} rounds apart "
+            "(no amplification by sampling)"
+        )
 
 
 def participation_of(sampler: Sampler | Participation) -> Participation:
@@ -122,7 +186,8 @@ def participation_of(sampler: Sampler | Participation) -> Participation:
     not collude.
 
     Args:
-      sampler: a `PoissonSampler` or a `UniformSampler`; a `Participation` is returned as it is.
+      sampler: a `PoissonSampler`, a `UniformSampler`, a `CyclicSampler` or a `ShuffledSampler`; a `Participation` is returned
+        as it is.
 
     Raises:
       ValueError: the sampler is another one, for which no accountant is known.
@@ -147,6 +212,9 @@ def participation_of(sampler: Sampler | Participation) -> Participation:
     if type(sampler) is UniformSampler:
         population = sampler.data.num_clients
         return EveryRound() if sampler.clients == population else FixedSize(sampler.clients, population)
+    if type(sampler) in (CyclicSampler, ShuffledSampler):
+        length = -(-sampler.data.num_clients // sampler.clients)
+        return EveryRound() if length == 1 else Epochs(length, separation=length if type(sampler) is CyclicSampler else 1)
     raise ValueError(
         f"Expected a PoissonSampler or a UniformSampler, got {type(sampler).__name__}: who takes part in its rounds is not "
         "what a privacy accountant assumes. Use fedsim.samplers.PoissonSampler (--sampler poisson), without stragglers, "

@@ -15,6 +15,7 @@ from fedsim.samplers._checked import check_is_cohort as check_is_cohort
 from fedsim.samplers._checked import checked_cohort as checked_cohort
 from fedsim.samplers._checked import same_key as same_key
 from fedsim.samplers._clustered import ClusteredSampling as ClusteredSampling
+from fedsim.samplers._cyclic import CyclicSampler as CyclicSampler
 from fedsim.samplers._diurnal import DiurnalSampler as DiurnalSampler
 from fedsim.samplers._importance import ImportanceByNorm as ImportanceByNorm
 from fedsim.samplers._observation import Observation as Observation
@@ -37,6 +38,7 @@ SAMPLERS = {
     "weighted": WeightedSampler,
     "poisson": PoissonSampler,
     "shuffled": ShuffledSampler,
+    "cyclic": CyclicSampler,
     "diurnal": DiurnalSampler,
     **by_name(ClusteredSampling, PowerOfChoice, Oort, ImportanceByNorm),
 }

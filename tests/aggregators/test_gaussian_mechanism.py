@@ -5,59 +5,14 @@ import functools
 
 import federation
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from sums_of_rows import EXECUTIONS, SIZE, population, rounds_of, send_rows
 
 import fedsim
 from fedsim import aggregators, rng, tree
 from fedsim.aggregators import AdaptiveClip, GaussianMechanism
-
-SIZE = 4_000
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class SendRows(fedsim.Algorithm):
-    """Every client sends the sum of its examples, repeated; the state is the last aggregate."""
-
-    weight: float = 1.0
-
-    def init(self, key):
-        return jnp.zeros([SIZE])
-
-    def client_update(self, shared, client):
-        def add(total, batch):
-            return total + jnp.sum(batch.examples["x"], where=batch.mask[:, None])
-
-        total = client.for_each_batch(self.batches, add, jnp.float32(0))
-        return fedsim.ClientUpdate(jnp.full([SIZE], total / SIZE**0.5), jnp.float32(self.weight))
-
-    def server_update(self, state, update, info):
-        return update
-
-
-JIT = fedsim.Jit()
-
-
-def send_rows(aggregator, execution=JIT, **options):
-    batches = fedsim.Batches(size=4, shuffle=False)
-    return SendRows(batches=batches, aggregator=aggregator, execution=execution, **options)
-
-
-def population(values):
-    """Returns clients whose update has these norms, and directions by their signs."""
-    return fedsim.FederatedData.from_arrays({"x": np.asarray(values, np.float32)[:, None]}, sizes=[1] * len(values))
-
-
-def rounds_of(algorithm, data, rounds, dispatches=1):
-    """Returns the server's state after the rounds, and the sum of all aggregates."""
-    state, aggregates = algorithm.with_memory(algorithm.init(jax.random.key(0)), data), []
-    cohorts = [fedsim.Cohort.of(data, data.client_ids, round=round) for round in range(rounds)]
-    for cohort in cohorts:
-        state, _ = algorithm.apply(state, cohort)
-        aggregates.append(np.asarray(fedsim.rounds.server_state(state)))
-    return state, np.stack(aggregates)
 
 
 def adaptive(values, rounds, clip, denominator):
@@ -114,14 +69,6 @@ def test_updates_that_are_not_finite_do_not_change_the_denominator():
             with with_warning:
                 _, aggregates = rounds_of(algorithm, population(values), 2)
         np.testing.assert_allclose(np.linalg.norm(aggregates[0]), 2 / 4, rtol=1e-4)
-
-
-EXECUTIONS = {
-    "one device": fedsim.Jit(),
-    "lanes": fedsim.Jit(lanes=4),
-    "eight devices": fedsim.Pmap(devices=8),
-    "plain Python": fedsim.Debug(),
-}
 
 
 def check_noise(mechanism, execution, deviation, rounds=3):

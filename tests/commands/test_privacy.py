@@ -1,6 +1,7 @@
 """Differential privacy on the command line: ε in the metrics and tables, more rounds, and options that are refused."""
 
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -11,12 +12,13 @@ from fedsim.commands import main
 
 OPTIONS = [
     *("--dataset", "digits(clients=30)", "--model", "digits_logistic", "--clients", "5", "--weighting", "uniform"),
-    *("--sampler", "poisson", "--dp-delta", "0.01", "--evaluate-every", "2"),
+    *("--dp-delta", "0.01", "--evaluate-every", "2"),
 ]
 
 
 def run(folder, *options):
-    return main(["run", *OPTIONS, *options, "--folder", str(folder), "--no-progress"])
+    own = [] if "--sampler" in options else ["--sampler", "poisson"]
+    return main(["run", *OPTIONS, *own, *options, "--folder", str(folder), "--no-progress"])
 
 
 @pytest.mark.slow
@@ -44,12 +46,35 @@ def test_a_resumed_run_neither_repeats_nor_skips_noise(tmp_path, capsys):
 
 
 def test_the_noise_of_a_budget_is_that_of_the_number_of_rounds(tmp_path, capsys):
-    assert main(["privacy", *OPTIONS, "--rounds", "6", "--dp-epsilon", "8", "--dp-clip", "0.5"]) == 0
+    assert main(["privacy", *OPTIONS, "--sampler", "poisson", "--rounds", "6", "--dp-epsilon", "8", "--dp-clip", "0.5"]) == 0
     text = capsys.readouterr().out
     assert "ε = 8 with δ = 0.01" in text and re.search(r"ε( +[\d.]+){5} +(8.000|7.999)", text)
     assert run(tmp_path, "--rounds", "2", "--dp-epsilon", "8", "--dp-clip", "0.5") == 0
     assert main(["resume", str(tmp_path), "--rounds", "4", "--no-progress"]) == 2
     error = "dp_epsilon=8 is that of 2 rounds, so the 2 finished rounds had other noise than in a run of 4 rounds: start a new"
+    assert error in capsys.readouterr().err
+
+
+CORRELATED = ["--sampler", "cyclic", "--dp-noise", "3", "--dp-clip", "0.5", "--dp-mechanism"]
+
+
+@pytest.mark.parametrize("mechanism", ["tree", pytest.param("banded", marks=pytest.mark.slow)])
+def test_correlated_noise_goes_on_after_a_break_but_not_for_other_rounds(mechanism, tmp_path, capsys, monkeypatch):
+    """The memory of the matrix is in the checkpoint."""
+    monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path / "cache"))
+    options = *CORRELATED, mechanism, "--rounds", "4", "--checkpoint-every", "1"
+    assert run(tmp_path / "one", *options) == 0
+    whole = " ".join(capsys.readouterr().out.split())
+    assert "if a client sends zeros, and so nothing of its examples, in all of its rounds." in whole
+    assert run(tmp_path / "two", *options) == 0
+    for newer in sorted((tmp_path / "two" / "checkpoints").iterdir())[-2:]:
+        shutil.rmtree(newer) if newer.is_dir() else newer.unlink()
+    assert main(["resume", str(tmp_path / "two"), "--no-progress"]) == 0
+    one, two = (fedsim.experiment.load(tmp_path / name) for name in ("one", "two"))
+    for x, y in zip(*map(jax.tree.leaves, (one.state, two.state)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert main(["resume", str(tmp_path / "two"), "--rounds", "6", "--no-progress"]) == 2
+    error = f"dp_mechanism='{mechanism}' correlates the noise of 4 rounds, so the privacy of 6 rounds is not known: start a new"
     assert error in capsys.readouterr().err
 
 
@@ -84,6 +109,15 @@ UNIFORM = [*NOISE, "--weighting", "uniform"]
             [*UNIFORM, "--dp-delta", "0.2"],
             "Expected 0 < delta <= 0.1, got delta=0.2: with a larger one",
         ),
+        (
+            [*UNIFORM, "--dp-mechanism", "tree"],
+            "Expected clients whose rounds have a minimum distance, got a participation in which 5 of 10 clients take part",
+        ),
+        (
+            [*UNIFORM, "--dp-mechanism", "tree", "--sampler", "cyclic", "--dp-clip", "adaptive"],
+            "Expected dp_epsilon or dp_noise, with dp_delta and a number for dp_clip, with dp_mechanism='tree', got dp_noise=1",
+        ),
+        (["--dp-mechanism", "tree"], "Expected dp_epsilon or dp_noise, with dp_delta and a number for dp_clip, with dp_mecha"),
         (
             [*UNIFORM, "--stragglers", "0.5"],
             "Expected a PoissonSampler or a UniformSampler, got Stragg",

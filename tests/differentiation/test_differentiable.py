@@ -26,6 +26,12 @@ DIFFERENTIABLE = {
     "clipped": (lambda norm: aggregators.Clipped(norm), 0.1),
     "centred clipping": (lambda radius: aggregators.CentredClipping(radius), 0.1),
     "noised": (lambda multiplier: aggregators.GaussianMechanism(multiplier, clip=1.0, denominator=3), 0.1),
+    "noised by a tree": (
+        lambda multiplier: aggregators.MatrixMechanism(
+            multiplier, clip=1.0, denominator=3, matrix=aggregators.BinaryTree(rounds=10)
+        ),
+        0.1,
+    ),
     "geometric median": (lambda _: aggregators.GeometricMedian(), 1.0),
     "fools gold": (lambda confidence: aggregators.FoolsGold(confidence), 0.3),
     "bucketed geometric median": (lambda _: aggregators.Bucketing(2, inner=aggregators.GeometricMedian()), 1.0),
