@@ -119,7 +119,8 @@ def wait_for(condition, seconds=120):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "killed, named", [(1, "tasks are unhealthy (stopped sending heartbeats):\n1"), (0, "the leader (usually slice 0 task 0)")]
+    ("killed", "named"),
+    [(1, "tasks are unhealthy (stopped sending heartbeats):\n1"), (0, "the leader (usually slice 0 task 0)")],
 )
 def test_after_a_process_was_killed_the_others_name_it_and_the_run_goes_on(tmp_path, killed, named):
     run = [*RUN, "--algorithm", "scaffold", "--example-storage", "stream", "--rounds", "60", "--checkpoint-every", "2"]

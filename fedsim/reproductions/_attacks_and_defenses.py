@@ -203,7 +203,7 @@ def _property(model: Model, defence: _Defence, data: FederatedData, rounds: int,
 
 ATTACKS_AND_DEFENSES = Reproduction(
     name="attacks_and_defenses",
-    title="Attacks on clients' privacy: membership, images and properties, against clipping, noise, secure sums and local steps",
+    title="Attacks on privacy: membership, images and properties, against clipping, noise, secure sums and local steps",
     paper="N. Carlini, S. Chien, M. Nasr, S. Song, A. Terzis, F. Tramèr. Membership inference attacks from first principles. "
     "S&P, 2022. https://arxiv.org/abs/2112.03570 (the strongest of the attacks; no table of it is reproduced)",
     duration="1 to 3 min per case, 6 cases",
