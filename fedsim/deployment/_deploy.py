@@ -92,7 +92,7 @@ def run_on(
     if node_data is None:
         built = build(config, settings, execution)
         check_deployable(built, network.count)
-    known = {"nodes": network.count, "secure": secure, "node_data": node_data, "app": app}
+    known: dict[str, Any] = {"nodes": network.count, "secure": secure, "node_data": node_data, "app": app}
     with _terminated(), network:
         if node_data is not None:
             built = build(config, settings, execution, _splits_of_nodes(config, network))

@@ -108,7 +108,7 @@ class Deployed(Execution):
         for number, slots in enumerate(slots_of):
             if len(slots):
                 own = [leaf[slots] for leaf in of_clients] + ([] if cohort.work is None else [cohort.work[slots]])
-                facts = {"round": cohort.round, "slots": cohort.slots, "has_work": cohort.work is not None}
+                facts: dict[str, Any] = {"round": cohort.round, "slots": cohort.slots, "has_work": cohort.work is not None}
                 facts["first"] = None if self.nodes.first is None else self.nodes.first[number]
                 memories = {"answered": record.answered(number), "saved": checkpoint_rounds(self.folder / "checkpoints")}
                 requests[number] = {"shared": blob, "clients": encode(own, facts | memories)}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedsim.deployment import _relay
 from fedsim.deployment._nodes import Blobs, NodeError, Nodes, Received
 from fedsim.deployment._processes import FlowerProcesses
+
+if TYPE_CHECKING:
+    from fedsim.deployment._app import ExistingNetwork
 
 _POLL_SECONDS = 0.1
 
@@ -24,7 +27,7 @@ class FlowerNodes(Nodes):
       NodeError: a process has ended, or a node has not come in time.
     """
 
-    def __init__(self, processes: FlowerProcesses) -> None:
+    def __init__(self, processes: FlowerProcesses | ExistingNetwork) -> None:
         self.count, self._processes = processes.count, processes
         self._introductions: dict[int, dict[str, Any]] = {}
         self._ids: dict[int, str] = {}  # Flower's, by the nodes' numbers

@@ -62,13 +62,13 @@ class _Memory:
 
 
 def _cases(request: Request) -> Mapping[str, Case]:
-    if importlib.util.find_spec("flwr") is None:
-        request.log("The cases on Flower's network are not run: pip install 'fedsim-jax[run,flower]'.")
-        return {"paddlefl": _paddlefl}
     return {"fedavg": functools.partial(_run, request), "paddlefl": _paddlefl}
 
 
 def _run(request: Request) -> Iterator[Row]:
+    if importlib.util.find_spec("flwr") is None:
+        request.log("The case on Flower's network is not run: pip install 'fedsim-jax[run,flower]'.")
+        return
     extent = request.extent(seeds=1, rounds=_ROUNDS)
     config = RunConfig(
         dataset=_DATASET, model="digits_dense", rounds=extent.rounds, clients=_NODES, batch_size=10_000,
@@ -111,7 +111,9 @@ def _flowers(first: Any, rounds: int) -> Mapping[str, np.ndarray]:
     """Runs the job by Flower's strategy; returns what its server has written."""
     data = datasets.load(_DATASET).train
     job = {"nodes": _NODES, "rounds": rounds, "steps": 1, "rate": _RATE}
-    arrays = {"first.npz": {f"{i:02}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(first))}}
+    arrays: dict[str, dict[str, Any]] = {
+        "first.npz": {f"{i:02}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(first))}
+    }
     worker = "import socket, sys, time; it = socket.socket(socket.AF_UNIX); it.bind(sys.argv[1]); time.sleep(3600)"
     for number in range(_NODES):
         own = data.client(number)
