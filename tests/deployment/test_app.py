@@ -21,8 +21,9 @@ import pytest
 from deployment.test_own_data import halves
 
 import fedsim
+from fedsim.commands import main
 from fedsim.configuration import build
-from fedsim.deployment import write_app
+from fedsim.deployment import deployment_of, write_app
 from fedsim.deployment._processes import _answers, _free_port
 from fedsim.experiment import RunConfig, Settings, run_experiment
 from fedsim.saved_arrays import checkpoint_folder, read_arrays
@@ -52,6 +53,24 @@ def test_what_other_machines_do_not_have_is_refused(tmp_path):
         write_app(tmp_path, RunConfig(), Settings(folder="a"))
     with pytest.raises(ValueError, match="Expected labels=None with data of the nodes' own, got labels=0.5"):
         write_app(tmp_path / "app", RunConfig(labels=0.5), Settings(folder="a"), node_data="x.h5")
+
+
+def test_the_command_writes_the_app_and_starts_nothing(tmp_path, capsys):
+    app = tmp_path / "app"
+    assert main(["deploy", "--app", str(app), "--nodes", "3", "--rounds", "7", "--folder", "/srv/run"]) == 0
+    assert capsys.readouterr().out == f"{app}/README.md says how to run the app.\n"
+    given = json.loads((app / "fedsim_app" / "run.json").read_text())
+    assert (given["nodes"], given["config"]["rounds"], given["settings"]["folder"]) == (3, 7, "/srv/run")
+
+
+@pytest.mark.slow
+def test_resume_refuses_the_run_of_an_app_and_names_flwr_run(tmp_path, capsys):
+    config, settings = RunConfig(model="digits_logistic", rounds=1), Settings(folder=str(tmp_path), execution="jit")
+    run_experiment(build(config, settings), config, settings, progress=False)
+    (tmp_path / "deployment.json").write_text('{"nodes": 2, "app": true}')
+    assert deployment_of(tmp_path) == {"nodes": 2, "secure": False, "node_data": None, "app": True}
+    assert main(["resume", str(tmp_path), "--rounds", "2"]) == 2
+    assert "was deployed by an app: continue it with `flwr run`" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed")
