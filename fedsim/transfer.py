@@ -57,9 +57,32 @@ def module_names(model: Model) -> list[str]:
     ['linear', 'linear_1', 'linear_2']
     """
     names: list[str] = []
+    init = (model.network or model).init  # that of a model in parts is sorted
     with jax.disable_jit():  # The results of a compiled function are sorted.
-        jax.eval_shape(lambda key: names.extend(model.init(key)), jax.random.key(0))
+        jax.eval_shape(lambda key: names.extend(init(key)), jax.random.key(0))
     return names
+
+
+def in_head(model: Model, params: Params, head: Head | None = None) -> Params:
+    """Returns for each of the parameters whether it belongs to the head, a pytree of bools.
+
+    Args:
+      model: a model of Haiku modules.
+      params: its parameters, or those of a part of it.
+      head: see `head_of`.
+
+    >>> import fedsim
+    >>> model = fedsim.models.digits_dense()
+    >>> in_head(model, model.init(jax.random.key(0)))["linear_2"]
+    {'b': True, 'w': True}
+    """
+    is_head = head_of(model, head)
+
+    def of_leaf(path: Any, value: Any) -> bool:
+        module, name = jax.tree_util.keystr(path, simple=True, separator="/").rsplit("/", 1)
+        return is_head(module, name)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
 
 
 def transfer_body(model: Model, new: Params, old: Params, *, head: Head | None = None) -> Params:

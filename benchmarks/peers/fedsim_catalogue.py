@@ -60,6 +60,7 @@ def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
         "DiLoCo": Entry(of.DiLoCo(**common)),
         "StreamingDiLoCo": Entry(of.StreamingDiLoCo(**common)),
         "FedNova": Entry(of.FedNova(**common)),
+        "FedExP": Entry(of.FedExP(**common)),
         "FedProx": Entry(of.FedProx(**common)),
         "AdaptiveFedProx": Entry(of.AdaptiveFedProx(**common), preview=FORWARD),
         "SCAFFOLD": Entry(of.SCAFFOLD(**common)),
@@ -67,6 +68,11 @@ def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
         "Mime": Entry(of.Mime(**mimicked), step=2, preview=1),  # gradients of a batch at y and at x; the cohort's gradient
         "MimeLite": Entry(of.MimeLite(**mimicked), preview=1),
         "FedDyn": Entry(of.FedDyn(**common)),
+        "FedDC": Entry(of.FedDC(**common)),
+        "FedCM": Entry(of.FedCM(**common)),
+        "Scaffnew": Entry(of.Scaffnew(**common)),
+        "FedSAM": Entry(of.FedSAM(**common), step=2),
+        "MOON": Entry(of.MOON(**common), step=1 + 2 * FORWARD),  # representations by two more models
         "QFedAvg": Entry(of.QFedAvg(**common), preview=FORWARD),
         "QFedSGD": Entry(of.QFedSGD(**server_sgd)),
         "AgnosticFedAvg": Entry(of.AgnosticFedAvg(**common, num_domains=2), preview=FORWARD),
@@ -76,6 +82,12 @@ def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
         "Ditto": Entry(of.Ditto(**common), step=2),
         "FedPer": Entry(of.FedPer(**common)),
         "FedRep": Entry(of.FedRep(**common)),  # body and head from one pass
+        "LGFedAvg": Entry(of.LGFedAvg(**common)),
+        "FedBABU": Entry(of.FedBABU(**common)),
+        "FedBN": Entry(of.FedBN(**common, norm="*/b")),  # biases stand for normalizations, which the models do not have
+        "FedALA": Entry(of.FedALA(**common), preview=1),
+        "FedProto": Entry(of.FedProto(**common), preview=FORWARD),
+        "HeteroFL": Entry(of.HeteroFL(**common)),  # simulates sub-networks as whole ones
         "FixMatch": Entry(of.FixMatch(**common), step=2, preview=FORWARD),  # weakly and strongly augmented examples
         "FedMatch": Entry(of.FedMatch(**common), step=3, preview=FORWARD),  # one for sigma, two for psi
         "SplitFed": Entry(of.SplitFed(**common)),

@@ -51,7 +51,9 @@ class FedPerShared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class OwnHead(Base):
-    """What `FedPer` and FedRep share: clients keep the head of a model, and train it with the body, which alone is sent.
+    """What `FedPer`, FedRep and LG-FedAvg share: clients keep a part of a model, and train it with the other, which is sent.
+
+    The part is the head, unless a class overrides `split`.
 
     Attributes:
       head: see `FedPer`.
@@ -79,8 +81,8 @@ class OwnHead(Base):
         modules = module_names(self.model)
         if self.head is None and len(modules) == 1:
             raise ValueError(
-                f"All parameters are in one module, {modules[0]!r}, which would be the head, so no parameters would be "
-                "shared. Use a model with more modules, or set head to select the parameters that clients keep."
+                f"All parameters are in one module, {modules[0]!r}, which would be the head, so there would be no "
+                "body. Use a model with more modules, or set head to select the parameters that belong to it."
             )
 
     @functools.cached_property
@@ -88,7 +90,7 @@ class OwnHead(Base):
         return head_of(self.model, self.head)
 
     def split(self, params: Params) -> tuple[Params, Params]:
-        """Returns body and head. `haiku.data_structures.merge` is the inverse."""
+        """Returns body and head: what is sent and what clients keep. `haiku.data_structures.merge` is the inverse."""
         head, body = hk.data_structures.partition(lambda module, name, value: self._is_head(module, name), params)
         return body, head
 

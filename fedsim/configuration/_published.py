@@ -88,6 +88,8 @@ _OWN_ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("digits", "fedyogi"): dict(server_learning_rate=0.03, tau=0.01),
     ("digits", "scaffold"): dict(client_learning_rate=0.1),
     ("digits", "feddyn"): dict(client_learning_rate=0.1),
+    ("digits", "feddc"): dict(client_learning_rate=0.1),
+    ("digits", "scaffnew"): dict(client_learning_rate=0.1),
     ("digits", "fedmatch"): dict(client_learning_rate=0.01),
     ("digits", "quasiglobalmomentum"): dict(client_learning_rate=0.1),
     ("digits", "fedsgd"): dict(rounds=300, batch_size=256, epochs=1, server_learning_rate=0.5),

@@ -39,6 +39,7 @@ SETTINGS = {
     "num_clusters": 2,
     "num_components": 2,
     "head": lambda module, name: name == "b",
+    "norm": lambda name: name.endswith("/b"),
     "num_items": federation.NUM_CLASSES,
     "weak": fedsim.augmentations.noise,
     "strong": fedsim.augmentations.noise,
@@ -441,7 +442,9 @@ def deep_model(first=None):
 
 
 def trains_frozen_models(cls):
-    return "model" in {field.name for field in dataclasses.fields(cls)} and not hasattr(cls, "head")
+    """Whether the server has all parameters that are not frozen, which are not divided by a field of the algorithm."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    return "model" in fields and not fields & {"head", "norm", "widths"} and cls is not fedsim.algorithms.FedProto
 
 
 @pytest.mark.first(1)

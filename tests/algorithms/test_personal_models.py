@@ -3,11 +3,24 @@
 import types
 
 import federation
+import haiku as hk
 import jax
 import numpy as np
 import optax
 import pytest
-from network_models import RATE, client_memories, cohorts, make, numpy_gradient, numpy_rounds, plus, real_examples, run, start
+from network_models import (
+    BATCHES,
+    RATE,
+    client_memories,
+    cohorts,
+    make,
+    numpy_gradient,
+    numpy_rounds,
+    plus,
+    real_examples,
+    run,
+    start,
+)
 
 import fedsim
 from fedsim import algorithms
@@ -76,6 +89,148 @@ def test_fedper_averages_bodies_and_clients_store_heads():
     state, _ = run(algorithm)
     federation.assert_trees_close(state.params, body)
     federation.assert_trees_close(client_memories(state), heads)
+
+
+def test_lg_fedavg_averages_heads_and_clients_store_bodies():
+    algorithm = make(algorithms.LGFedAvg)
+    shared = algorithm.broadcast(algorithm.init(jax.random.key(1)))
+    first = jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.client_memory(shared))
+    bodies = {}
+
+    def train(client_id, dataset, key, head):
+        params = head | bodies.get(client_id, first)
+        for x, y in real_examples(dataset, key):
+            params = plus(params, -RATE, numpy_gradient(params, x, y))
+        bodies[client_id] = {"linear": params["linear"]}
+        return {"linear_1": params["linear_1"]}
+
+    head = numpy_rounds(start(algorithm), train)
+    state, _ = run(algorithm)
+    federation.assert_trees_close(state.params, head)
+    federation.assert_trees_close(client_memories(state), bodies)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("decay", [0.1, 0.0])
+def test_fedbabu_averages_bodies_and_the_head_never_changes(decay):
+    """Neither momentum nor weight decay moves the head."""
+    optimizer = optax.chain(optax.add_decayed_weights(decay), optax.sgd(RATE, momentum=0.5))
+    algorithm = make(algorithms.FedBABU, client_optimizer=optimizer)
+    head = start(algorithm)["linear_1"]
+
+    def train(client_id, dataset, key, w):
+        velocity = plus(w["linear"], -1, w["linear"])
+        for x, y in real_examples(dataset, key):
+            slope = plus(numpy_gradient(w, x, y)["linear"], decay, w["linear"])
+            velocity = plus(slope, 0.5, velocity)
+            w = w | {"linear": plus(w["linear"], -RATE, velocity)}
+        return w
+
+    w = numpy_rounds(start(algorithm), train)
+    state, _ = run(algorithm)
+    federation.assert_trees_close(state.params, w)
+    np.testing.assert_array_equal(state.params["linear_1"]["w"], head["w"])
+
+
+def test_fedbn_averages_all_but_what_it_takes_for_a_normalization():
+    """The biases of the first layer stand for a normalization, whose equations are those of the model."""
+    algorithm, own = make(algorithms.FedBN, norm="linear/b"), {}
+
+    def train(client_id, dataset, key, w):
+        w = w | {"linear": {"w": w["linear"]["w"], "b": own.get(client_id, first)}}
+        for x, y in real_examples(dataset, key):
+            w = plus(w, -RATE, numpy_gradient(w, x, y))
+        own[client_id] = w["linear"]["b"]
+        return w | {"linear": {"w": w["linear"]["w"], "b": first}}
+
+    first = start(algorithm)["linear"]["b"]
+    w = numpy_rounds(start(algorithm), train)
+    state, _ = run(algorithm)
+    federation.assert_trees_close(state.params, w)
+    kept = {name: memory[1].kept["linear"]["b"] for name, memory in client_memories(state).items()}
+    federation.assert_trees_close(kept, own)
+
+
+def test_fedala_follows_algorithm_1():
+    """The upper layers are the output layer. The weights learn in batches of their own order, before training."""
+    rate, one_pass = 2.0, BATCHES.one_pass()
+    algorithm, own = make(algorithms.FedALA, weight_learning_rate=rate), {}
+
+    def train(client_id, dataset, key, w):
+        last, weights = own.get(client_id, (w, jax.tree.map(np.ones_like, w["linear_1"])))
+        difference = plus(w["linear_1"], -1, last["linear_1"])
+
+        def mixture():
+            return w | {"linear_1": jax.tree.map(lambda y, d, u: y + d * u, last["linear_1"], difference, weights)}
+
+        for x, y in real_examples(dataset, fedsim.rng.stream(key, "weights"), one_pass):
+            slope = numpy_gradient(mixture(), x, y)["linear_1"]
+            weights = jax.tree.map(lambda u, g, d: np.clip(u - rate * g * d, 0, 1), weights, slope, difference)
+        params = mixture()
+        for x, y in real_examples(dataset, key):
+            params = plus(params, -RATE, numpy_gradient(params, x, y))
+        own[client_id] = params, weights
+        return params
+
+    w = numpy_rounds(start(algorithm), train)
+    state, _ = run(algorithm)
+    federation.assert_trees_close(state.params, w)
+    memories = client_memories(state)
+    federation.assert_trees_close(
+        {name: row.params for name, row in memories.items()}, {name: p for name, (p, _) in own.items()}
+    )
+    for name, (_, weights) in own.items():
+        federation.assert_trees_close(memories[name].weights["linear_1"], weights)
+    assert min(weights["w"].min() for _, weights in own.values()) < 0.9
+
+
+def test_heterofl_follows_algorithm_1():
+    """Clients at odd positions train a network with the first three of five hidden units, which is one of its own in NumPy."""
+    algorithm = make(algorithms.HeteroFL, widths=(1.0, 0.5))
+
+    def corner(params, units):
+        (w, b), (v, c) = ((params[name]["w"], params[name]["b"]) for name in ("linear", "linear_1"))
+        return {"linear": {"w": w[:, :units], "b": b[:units]}, "linear_1": {"w": v[:units], "b": c}}
+
+    w = start(algorithm)
+    for cohort in cohorts(federation.data()):
+        total, held = (jax.tree.map(np.zeros_like, w) for _ in range(2))
+        for client_id, dataset, key in cohort:
+            if not len(dataset):
+                continue
+            units = 3 if int(client_id.removeprefix("client")) % 2 else 5
+            params = corner(w, units)
+            for x, y in real_examples(dataset, key):
+                params = plus(params, -RATE, numpy_gradient(params, x, y))
+            for of_total, of_held, trained in zip(*map(jax.tree.leaves, (total, held, params)), strict=True):
+                place = tuple(slice(size) for size in trained.shape)
+                of_total[place] += len(dataset) * trained
+                of_held[place] += len(dataset)
+        w = jax.tree.map(lambda old, sum, weight: np.where(weight > 0, sum / np.maximum(weight, 1), old), w, total, held)
+    state, info = run(algorithm)
+    federation.assert_trees_close(state.params, w)
+    assert set(np.asarray(info.clients["num_parameters"]).tolist()) <= {44, 3 * 3 + 3 + 3 * 4 + 4, 0}
+
+
+def test_sub_networks_have_the_first_channels_at_each_place_of_flattened_images():
+    def network(examples):
+        x = fedsim.models.Conv2D(4, 3, padding="SAME")(examples["x"])
+        return hk.Linear(federation.NUM_CLASSES)(jax.nn.relu(x).reshape(len(x), -1))
+
+    features = {"x": jax.ShapeDtypeStruct((2, 2, 1), np.float32), "y": federation.FEATURES["y"]}
+    model = fedsim.Model.from_haiku(hk.transform(network), features=features, num_classes=federation.NUM_CLASSES)
+    algorithm = make(algorithms.HeteroFL, model=model, widths=(1.0, 0.5))
+    params = model.init(jax.random.key(0))
+    masks = {name: values["w"] for name, values in algorithm.masks(params, 1).items()}
+    convolution, linear = masks["conv2_d" if "conv2_d" in masks else next(iter(masks))], masks["linear"]
+    assert convolution.reshape(-1, 4).tolist() == [[1, 1, 0, 0]] * 9
+    assert linear[:, 0].tolist() == [1, 1, 0, 0] * 4
+
+
+def test_fedbn_needs_a_normalization():
+    algorithm = make(algorithms.FedBN)
+    with pytest.raises(ValueError, match=r"FedBN needs a model with normalizations, and no parameter is one by norm='\*\[Nn"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
 
 
 @pytest.mark.first(1)
@@ -221,9 +376,10 @@ def test_pfedme_reduces_to_sgd():
 
 
 def test_a_model_with_one_module_needs_an_explicit_head():
-    algorithm = make(algorithms.FedPer, model=federation.model())
-    with pytest.raises(ValueError, match="All parameters are in one module, 'linear'"):
-        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    for cls in (algorithms.FedPer, algorithms.FedBABU):
+        algorithm = make(cls, model=federation.model())
+        with pytest.raises(ValueError, match="All parameters are in one module, 'linear'"):
+            algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
 
 
 @pytest.mark.parametrize(
@@ -233,6 +389,8 @@ def test_a_model_with_one_module_needs_an_explicit_head():
         (algorithms.Ditto, {"lam": float("nan")}, "Expected lam >= 0 and finite, got lam=nan"),
         (algorithms.APFL, {"alpha": -0.1}, "Expected 0 <= alpha <= 1, got alpha=-0.1"),
         (algorithms.FedPer, {"head": "linear"}, "Expected head to be a function"),
+        (algorithms.FedBABU, {"head": "linear"}, "Expected head to be a function"),
+        (algorithms.FedALA, {"head": "linear"}, "Expected head to be a function"),
         (algorithms.FedRep, {"head_fraction": 1.1}, "Expected 0 <= head_fraction <= 1, got head_fraction=1.1"),
         (algorithms.PerFedAvg, {"alpha": -1.0}, "Expected alpha >= 0 and finite, got alpha=-1.0"),
         (algorithms.PerFedAvg, {"delta": 0.0}, "Expected delta > 0"),
@@ -242,6 +400,8 @@ def test_a_model_with_one_module_needs_an_explicit_head():
         (algorithms.PFedMe, {"lam": 0.0}, "Expected lam > 0"),
         (algorithms.PFedMe, {"personal_learning_rate": 0.0}, "Expected personal_learning_rate > 0"),
         (algorithms.PFedMe, {"personal_steps": 0}, "Expected personal_steps >= 1, got personal_steps=0"),
+        (algorithms.HeteroFL, {"widths": ()}, "Expected widths with at least one number"),
+        (algorithms.HeteroFL, {"widths": (1.0, 1.5)}, "Expected 0 < widths <= 1, got widths=1.5"),
         (algorithms.HypCluster, {"num_clusters": 0}, "Expected num_clusters >= 1, got num_clusters=0"),
     ],
 )

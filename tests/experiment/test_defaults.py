@@ -10,6 +10,7 @@ from fedsim import commands
 # Arguments without a sensible default, the error message that names each, and a value with which training works.
 NEEDS = {
     ("algorithm", "agnosticfedavg"): ("--num-domains", None),
+    ("algorithm", "fedbn"): ("norm='*[Nn]orm*'", None),
     ("algorithm", "kmeans"): ("--num-features", None),
     ("algorithm", "gaussianmixture"): ("--num-features", None),
     ("algorithm", "pca"): ("--num-features", None),

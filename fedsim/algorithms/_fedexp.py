@@ -1,0 +1,71 @@
+"""FedExP: federated averaging with extrapolation.
+
+D. Jhunjhunwala, S. Wang, G. Joshi, "FedExP: Speeding up federated averaging via extrapolation", ICLR 2023, Algorithm 1:
+https://arxiv.org/abs/2301.09604. With Δ_i = x - x_i the update of client i, M the number of clients in the round, and Δ the
+mean of the Δ_i::
+
+    η_g = max(1, Σ_i ‖Δ_i‖² / (2 M (‖Δ‖² + ε))),     x = x - η_g Δ
+
+Deviations: with ``weighting="examples"`` both means are weighted. The gradient for ``server_optimizer`` is η_g Δ. With the
+default server optimizer, the last equation holds. The paper evaluates the mean of the last two models, because the models of
+single rounds oscillate; `state.params` is the last one, and ``averaging=0.5`` gives a mean of the last ones. A client sends
+‖Δ_i‖² as a number beside Δ_i, so an aggregator clips and compares both as one update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from fedsim import checks, tree
+from fedsim.algorithm import Capabilities
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class FedExP(FedAvg):
+    """FedAvg whose server takes longer steps, the more the clients' updates differ in direction: extrapolation.
+
+    The step is η_g ≥ 1 times the mean update. It is 1 if the clients agree, and grows as their updates cancel each other.
+
+    Attributes:
+      epsilon: ε, above 0, in units of a squared update. It bounds η_g where the mean update vanishes. It should be no larger
+        than ``‖Δ‖²`` in the rounds that matter, or the algorithm is FedAvg. Where the losses of clients have different minima,
+        a small one makes the server oscillate around the common minimum.
+      model, client_optimizer, server_optimizer, weighting: see `FedAvg`.
+
+    Raises:
+      ValueError: ``epsilon`` is not above 0.
+
+    >>> import jax, optax, fedsim
+    >>> settings = {"model": fedsim.models.digits_logistic(), "client_optimizer": optax.sgd(0.1),
+    ...             "batches": fedsim.Batches(size=20)}
+    >>> cohort = fedsim.Cohort.of(fedsim.datasets.load("digits", clients=4).train, ["0", "1", "2", "3"])
+    >>> moved = []
+    >>> for algorithm in (fedsim.algorithms.FedAvg(**settings), FedExP(**settings)):
+    ...     start = algorithm.init(jax.random.key(0))
+    ...     end, _ = algorithm.apply(start, cohort)
+    ...     moved.append(tree.squared_norm(tree.subtract(end.params, start.params)))
+    >>> bool(moved[1] >= moved[0])
+    True
+    """
+
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True, quadratic={"epsilon": 0.1})
+
+    epsilon: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(epsilon=self.epsilon)
+
+    def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+        result = super().client_update(shared, client)
+        return result._replace(update=(result.update, tree.squared_norm(result.update)))
+
+    def server_update(self, state: Any, update: Any, info: RoundInfo) -> Any:
+        movement, squared_norm = update
+        rate = jnp.maximum(1.0, squared_norm / (2 * (tree.squared_norm(movement) + self.epsilon)))
+        return super().server_update(state, tree.scale(movement, rate), info)

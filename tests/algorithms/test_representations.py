@@ -1,0 +1,130 @@
+"""MOON and FedProto: agreement with rounds in float64, written from the papers, and models of other forms."""
+
+import federation
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from network_models import BATCHES, RATE, client_memories, cohorts, make, numpy_gradient, numpy_rounds, plus, real_examples, run
+from network_models import start as start_of
+
+import fedsim
+from fedsim.algorithms import MOON, FedAvg, FedProto
+
+
+def hidden(params, x):
+    return np.tanh(x @ params["linear"]["w"] + params["linear"]["b"])
+
+
+def through_hidden(params, x, slope):
+    """Returns the gradient of a mean over examples whose gradients with respect to their hidden layers are ``slope``."""
+    back = slope * (1 - hidden(params, x) ** 2) / len(x)
+    zeros = jax.tree.map(np.zeros_like, params["linear_1"])
+    return {"linear": {"w": x.T @ back, "b": back.sum(0)}, "linear_1": zeros}
+
+
+def contrast_gradient(z, of_server, of_last, temperature):
+    """Returns the gradient in each row of z of -log(a / (a + b)), the exponentials of two cosines over the temperature."""
+
+    def cosine(other):
+        u, v = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (z, other))
+        s = np.sum(u * v, axis=1, keepdims=True)
+        return s, (v - s * u) / np.linalg.norm(z, axis=1, keepdims=True)
+
+    (near, slope_near), (far, slope_far) = cosine(of_server), cosine(of_last)
+    a, b = np.exp(near / temperature), np.exp(far / temperature)
+    return b / (a + b) * (slope_far - slope_near) / temperature
+
+
+def test_moon_follows_algorithm_1():
+    mu, temperature = 2.0, 0.4
+    algorithm, last = make(MOON, mu=mu, temperature=temperature), {}
+
+    def train(client_id, dataset, key, w):
+        params, before = w, last.get(client_id, w)
+        for x, y in real_examples(dataset, key):
+            slope = contrast_gradient(hidden(params, x), hidden(w, x), hidden(before, x), temperature)
+            params = plus(params, -RATE, plus(numpy_gradient(params, x, y), mu, through_hidden(params, x, slope)))
+        last[client_id] = params
+        return params
+
+    w = numpy_rounds(start_of(algorithm), train)
+    state, _ = run(algorithm)
+    federation.assert_trees_close(state.params, w)
+    federation.assert_trees_close(client_memories(state), last)
+    without, _ = run(make(FedAvg))
+    assert np.abs(np.asarray(without.params["linear"]["w"]) - w["linear"]["w"]).max() > 1e-3
+
+
+def test_fedproto_follows_algorithm_1():
+    lam = 1.5
+    algorithm = make(FedProto, lam=lam)
+    state = algorithm.init(jax.random.key(1))
+    first = jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.client_memory(state))
+    prototypes, own = {}, {}
+    for cohort in cohorts(federation.data()):
+        sums = {}
+        for client_id, dataset, key in cohort:
+            if not len(dataset):
+                continue
+            params = own.get(client_id, first)
+            for x, y in real_examples(dataset, key):
+                z = hidden(params, x)
+                slope = np.stack([2 * (row - prototypes.get(label, row)) for row, label in zip(z, y.tolist(), strict=True)])
+                pull = through_hidden(params, x, slope / z.shape[1])
+                params = plus(params, -RATE, plus(numpy_gradient(params, x, y), lam, pull))
+            own[client_id] = params
+            for row, label in zip(hidden(params, dataset["x"]), dataset["y"].tolist(), strict=True):
+                sums.setdefault(label, []).append(row)
+        prototypes |= {label: np.mean(rows, axis=0) for label, rows in sums.items()}
+    state, _ = run(algorithm)
+    federation.assert_trees_close(client_memories(state), own)
+    np.testing.assert_array_equal(np.flatnonzero(state.server.known), sorted(prototypes))
+    for label, expected in prototypes.items():
+        np.testing.assert_allclose(state.params[label], expected, rtol=1e-5, atol=1e-6)
+
+
+def with_features(named):
+    """Returns a model that returns its features, too, by a module or by a function of its own."""
+
+    def outputs(examples):
+        features = jnp.tanh(hk.Linear(5)(examples["x"]))
+        w = hk.get_parameter("w", [5, federation.NUM_CLASSES], init=hk.initializers.RandomNormal())
+        logits = hk.Linear(federation.NUM_CLASSES)(features) if named else features @ w
+        return {"features": features, "logits": logits}
+
+    return fedsim.Model.from_haiku(
+        hk.transform(outputs),
+        features=federation.FEATURES,
+        num_classes=federation.NUM_CLASSES,
+        loss=lambda examples, outputs: fedsim.metrics.cross_entropy(examples, outputs["logits"]),
+        metrics={},
+    )
+
+
+def test_the_representation_is_the_input_of_the_last_module_or_a_function_of_the_outputs():
+    states = [
+        run(make(MOON, model=with_features(True), representation=each), rounds=2)[0]
+        for each in (None, lambda outputs: outputs["features"])
+    ]
+    federation.assert_trees_close(states[0].params, states[1].params)
+
+
+@pytest.mark.parametrize("cls", [MOON, FedProto])
+def test_without_a_last_module_the_representation_must_be_given(cls):
+    model = fedsim.Model.from_functions(
+        lambda key: {"w": jnp.zeros([3, 4])}, lambda params, x: x @ params["w"], features=federation.FEATURES, num_classes=4
+    )
+    algorithm = cls(model=model, batches=BATCHES, client_optimizer=make(FedAvg).client_optimizer, execution=fedsim.Jit())
+    with pytest.raises(ValueError, match=r"last part 'w' is no Haiku module.*got representation=None: give a function"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+
+
+def test_prototypes_need_the_number_of_classes():
+    model = fedsim.Model.from_functions(
+        lambda key: {"w": jnp.zeros(3)}, lambda params, x: x @ params["w"], features=federation.FEATURES,
+        loss=fedsim.metrics.squared_error,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="Expected num_classes >= 1, got num_classes=None: prototypes are of classes"):
+        make(FedProto, model=model)
