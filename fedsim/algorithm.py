@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fedsim import checks
-from fedsim.aggregators import Aggregator, GaussianMechanism, Mean, SecureMean
+from fedsim.aggregators import Aggregator, GaussianMechanism, LocallyNoised, Mean, SecureMean, Wrapper
 from fedsim.compressors import Compressor
 from fedsim.data import Batches, Cohort, FederatedData
 from fedsim.execution import Auto, Execution, cut_rows, remembered, watch_problems
@@ -248,6 +248,14 @@ class Algorithm:
                 f"Expected SecureMean with max_weight of at least {usual:g}, the median number of examples of a client, got "
                 f"{mechanism.max_weight:g}: most clients would have equal weights. Give a larger one, or weighting='uniform'."
             )
+        outer = self.aggregator
+        while isinstance(outer, Wrapper) and by_examples:
+            if isinstance(outer, LocallyNoised):
+                raise ValueError(
+                    f"Expected weighting='uniform' with LocallyNoised, got weighting='examples' in {type(self).__name__}: each "
+                    "client would send its number of examples without noise. Choose uniform weights."
+                )
+            outer = outer.inner
         if isinstance(mechanism, GaussianMechanism) and mechanism.largest_weight is None and by_examples:
             raise ValueError(
                 f"Expected weighting='uniform' with GaussianMechanism, got weighting='examples' in {type(self).__name__}: with "

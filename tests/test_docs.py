@@ -180,6 +180,7 @@ WITHOUT_NAME = {
         "FLTrust",
         "Grouped",
         "GaussianMechanism",
+        "LocallyNoised",
         "MatrixMechanism",
         "StackAggregator",
     ),

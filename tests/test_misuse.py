@@ -188,7 +188,7 @@ REGISTERED = {
     **decentralized.ALGORITHMS,
     **aggregators.AGGREGATORS,
     **{cls.__name__: cls for cls in (aggregators.Clipped, aggregators.GaussianMechanism, aggregators.Grouped)},
-    "MatrixMechanism": aggregators.MatrixMechanism,
+    **{cls.__name__: cls for cls in (aggregators.LocallyNoised, aggregators.MatrixMechanism)},
     **fedsim.compressors.COMPRESSORS,
     **attacks.ATTACKS,
 }

@@ -144,6 +144,7 @@ def aggregators_and_compressors(model: fedsim.Model, task: workload.Task) -> dic
         senders[f"ErrorFeedback({type(inner).__name__})"] = compressors.ErrorFeedback(inner)
     scaled = optax.sgd(1 / examples)  # the sum is about this many times the mean
     entries = {"Mean": fedavg(aggregators.Mean()), "Sum": fedavg(aggregators.Sum(), server_optimizer=scaled)}
+    entries["LocallyNoised"] = fedavg(aggregators.LocallyNoised(1e-3, clip=1.0), weighting="uniform")
     entries["Mean, averaging=0.9"] = fedavg(aggregators.Mean(), averaging=0.9)
     entries |= {name: fedavg(aggregator) for name, aggregator in kinds.items()}
     entries |= {f"Compressed({name})": fedavg(aggregators.Compressed(sender)) for name, sender in senders.items()}

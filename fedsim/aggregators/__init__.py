@@ -31,6 +31,7 @@ from fedsim.aggregators._grouped import Grouped as Grouped
 from fedsim.aggregators._grouped import Groups as Groups
 from fedsim.aggregators._grouped import Member as Member
 from fedsim.aggregators._krum import Krum as Krum
+from fedsim.aggregators._locally_noised import LocallyNoised as LocallyNoised
 from fedsim.aggregators._matrix_mechanism import MatrixMechanism as MatrixMechanism
 from fedsim.aggregators._min_norm import MinNorm as MinNorm
 from fedsim.aggregators._noise_matrix import BandedToeplitz as BandedToeplitz

@@ -49,6 +49,7 @@ from fedsim.algorithms._moon import MOON as MOON
 from fedsim.algorithms._pca import PCA as PCA
 from fedsim.algorithms._perfedavg import PerFedAvg as PerFedAvg
 from fedsim.algorithms._pfedme import PFedMe as PFedMe
+from fedsim.algorithms._private_examples import with_private_examples as with_private_examples
 from fedsim.algorithms._qffl import QFedAvg as QFedAvg
 from fedsim.algorithms._qffl import QFedSGD as QFedSGD
 from fedsim.algorithms._quantiles import Quantiles as Quantiles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from fedsim import experiment, plots
@@ -9,6 +10,7 @@ from fedsim.commands._configuration import configured
 from fedsim.commands._options import RUNS_CODE, TRUST, Option
 from fedsim.commands._training import options_of_stored_run, use_devices
 from fedsim.experiment.driving import RunFolder, described_guarantee, is_sweep, stored_run
+from fedsim.privacy import actual
 
 _ABOUT = (
     "Print ε of differential privacy of the finished rounds of the run in FOLDER, or of all rounds of a run with these "
@@ -20,7 +22,8 @@ _POINTS = 10
 
 def main(arguments: list[str]) -> int:
     """Runs ``fedsim privacy`` with these arguments and returns the exit status."""
-    if arguments and not arguments[0].startswith("-"):
+    is_stored = bool(arguments) and not arguments[0].startswith("-")
+    if is_stored:
         folder, *rest = arguments
         if is_sweep(folder):
             raise ValueError(f"{folder} holds a sweep: give the folder of one of its runs.")
@@ -32,7 +35,8 @@ def main(arguments: list[str]) -> int:
         found = configured(arguments, "fedsim privacy [FOLDER]", _ABOUT, _OUT)
         config, settings, chosen, rounds = found.config, found.settings, found.others, found.config.rounds
         use_devices(settings.num_devices)
-    guarantee = experiment.build(config, settings).privacy
+    built = experiment.build(config, settings)
+    guarantee = built.privacy
     if guarantee is None:
         raise ValueError(
             "Expected a run with differential privacy, got one without: give --dp-epsilon 8 or --dp-noise 1, with --dp-delta "
@@ -40,6 +44,8 @@ def main(arguments: list[str]) -> int:
         )
     print(f"after {rounds} of {config.rounds} rounds")
     print("\n".join(described_guarantee(guarantee, rounds)))
+    if is_stored and rounds:
+        print("\n".join(textwrap.wrap(actual(guarantee, built.sampler.rounds(rounds)).text(), 100)))
     counts = sorted({max(1, round(config.rounds * i / _POINTS)) for i in range(_POINTS + 1)})
     epsilons = [guarantee.epsilon(count) for count in counts]
     print("\nrounds" + "".join(f"{count:>9}" for count in counts) + "\nε     " + "".join(f"{x:>9.3f}" for x in epsilons))

@@ -6,6 +6,8 @@
 
 from fedsim.privacy._accountant import epsilon as epsilon
 from fedsim.privacy._accountant import noise_multiplier as noise_multiplier
+from fedsim.privacy._actual import Actual as Actual
+from fedsim.privacy._actual import actual as actual
 from fedsim.privacy._canaries import Canary as Canary
 from fedsim.privacy._canaries import canary_audit as canary_audit
 from fedsim.privacy._factorization import banded_toeplitz as banded_toeplitz

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from fedsim import checks
 from fedsim.attacks import Attack
-from fedsim.samplers import Attacked, CyclicSampler, PoissonSampler, Sampler, ShuffledSampler, UniformSampler
+from fedsim.samplers import Attacked, CyclicSampler, PoissonSampler, Sampler, ShuffledSampler, Stragglers, UniformSampler
 
 # Which populations are neighbours: one has a client that the other lacks, the examples of one client differ, or one client
 # sends zeros in all of its rounds.
@@ -183,7 +183,7 @@ def participation_of(sampler: Sampler | Participation) -> Participation:
     """Returns how clients take part in the rounds of a sampler.
 
     Attackers are clients, as long as each decides by itself: `samplers.Attacked` with the same attackers in every round, who do
-    not collude.
+    not collude. Stragglers are known where it is known who takes part: `samplers.Stragglers` of a `CyclicSampler`, for example.
 
     Args:
       sampler: a `PoissonSampler`, a `UniformSampler`, a `CyclicSampler` or a `ShuffledSampler`; a `Participation` is returned
@@ -207,6 +207,11 @@ def participation_of(sampler: Sampler | Participation) -> Participation:
                 "would depend on the others, which no accountant knows. Choose an attack such as sign_flip, of fixed attackers."
             )
         return participation_of(sampler.sampler)
+    if type(sampler) is Stragglers:
+        inner = participation_of(sampler.sampler)
+        if not inner.is_hidden:
+            # A client that sends zeros keeps its place in a cohort, so it does not change which others are stragglers.
+            return inner if isinstance(inner, Epochs) else Epochs(1, separation=1)
     if type(sampler) is PoissonSampler:
         return EveryRound() if sampler.probability == 1 else Poisson(sampler.probability)
     if type(sampler) is UniformSampler:

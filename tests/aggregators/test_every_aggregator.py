@@ -28,6 +28,7 @@ AGGREGATORS = {
     "partly uniform": aggregators.PartlyUniform("x"),
     "noised": aggregators.GaussianMechanism(0.1, clip=1.0, denominator=5),
     "noised, adaptive": aggregators.GaussianMechanism(0.1, clip=aggregators.AdaptiveClip(), denominator=5),
+    "locally noised": aggregators.LocallyNoised(0.1, clip=1.0),
     "noised by a tree": aggregators.MatrixMechanism(0.1, clip=1.0, denominator=5, matrix=aggregators.BinaryTree(rounds=10)),
     "divide and conquer": aggregators.DivideAndConquer(attackers=2, coordinates=20, iterations=2),
     "flame": aggregators.FLAME(),

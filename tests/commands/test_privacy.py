@@ -43,6 +43,7 @@ def test_a_resumed_run_neither_repeats_nor_skips_noise(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "after 6 of 6 rounds" in text and shown in text and (tmp_path / "epsilon.png").exists()
     assert "every client takes part in a round with probability 0.1667" in text
+    assert "If it is known who took part: ε =" in text
 
 
 def test_the_noise_of_a_budget_is_that_of_the_number_of_rounds(tmp_path, capsys):

@@ -26,6 +26,7 @@ DIFFERENTIABLE = {
     "clipped": (lambda norm: aggregators.Clipped(norm), 0.1),
     "centred clipping": (lambda radius: aggregators.CentredClipping(radius), 0.1),
     "noised": (lambda multiplier: aggregators.GaussianMechanism(multiplier, clip=1.0, denominator=3), 0.1),
+    "locally noised": (lambda multiplier: aggregators.LocallyNoised(multiplier, clip=1.0), 0.1),
     "noised by a tree": (
         lambda multiplier: aggregators.MatrixMechanism(
             multiplier, clip=1.0, denominator=3, matrix=aggregators.BinaryTree(rounds=10)

@@ -1,0 +1,92 @@
+"""`actual`: what finished rounds have revealed of each client, by the rounds in which it took part.
+
+P. Kairouz et al., "Practical and private (deep) learning without sampling or shuffling", ICML 2021, section 2, for guarantees
+that hold for given rounds of a client: https://arxiv.org/abs/2103.00039.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from fedsim.data import Cohort
+from fedsim.privacy._accountant import epsilon
+from fedsim.privacy._guarantee import Guarantee
+from fedsim.privacy._participation import EveryRound
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Actual:
+    """What the finished rounds of a run reveal of each client to those who know who took part.
+
+    It holds for a client that sends zeros in all of its rounds, and keeps its place. Sampling does not hide who took part here,
+    so ε may be larger than that of `Guarantee`; it is smaller for clients that took part seldom, and 0 for those that never
+    did.
+
+    Attributes:
+      rounds: the number of rounds in which each client took part, ``int64 [population]``.
+      sensitivity: the largest change of all sums of the run by each client, in norms, ``float64 [population]``. With
+        independent noise it is the square root of ``rounds``.
+      noise_multiplier, delta: of the guarantee.
+    """
+
+    rounds: np.ndarray
+    sensitivity: np.ndarray
+    noise_multiplier: float
+    delta: float
+
+    def epsilon(self, quantile: float = 1.0) -> float:
+        """Returns ε of a client: of the one with the largest sensitivity, or of another quantile of the clients."""
+        found = float(np.quantile(self.sensitivity, quantile, method="higher"))
+        return epsilon(self.noise_multiplier / found, EveryRound(), rounds=1, delta=self.delta) if found else 0.0
+
+    def text(self) -> str:
+        """Returns the numbers of rounds and ε of the client that took part most and of the median, as a sentence."""
+        most, middle = int(self.rounds.max()), int(np.quantile(self.rounds, 0.5, method="higher"))
+        return (
+            f"If it is known who took part: ε = {self.epsilon():.3g} for a client with the most rounds ({most}), and "
+            f"{self.epsilon(0.5):.3g} for the median ({middle})."
+        )
+
+
+def actual(guarantee: Guarantee, cohorts: Iterable[Cohort]) -> Actual:
+    """Returns what rounds have revealed of each client, from those who took part.
+
+    Clients who were dropped, such as stragglers, do not count. Who takes part must not depend on what clients send; samplers
+    for which it does have no `Guarantee`.
+
+    Args:
+      guarantee: of the run.
+      cohorts: of the finished rounds, in their order, from round 0.
+
+    Raises:
+      ValueError: there are no cohorts, or more than rounds of the guarantee's matrix.
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(5)}, sizes=[1] * 5)
+    >>> sampler = fedsim.samplers.CyclicSampler(data, clients=2, seed=0)
+    >>> guarantee = Guarantee(noise_multiplier=2.0, participation=fedsim.privacy.participation_of(sampler), delta=0.1)
+    >>> found = actual(guarantee, sampler.rounds(6))
+    >>> found.rounds.tolist(), found.sensitivity.round(2).tolist()
+    ([2, 2, 2, 2, 2], [1.41, 1.41, 1.41, 1.41, 1.41])
+    >>> print(found.text())
+    If it is known who took part: ε = 0.607 for a client with the most rounds (2), and 0.607 for the median (2).
+    """
+    cohorts = list(cohorts)
+    if not cohorts:
+        raise ValueError("Expected one cohort or more, got none: no round has finished, so nothing was revealed.")
+    part = np.zeros([len(cohorts), cohorts[0].data.num_clients])
+    for round, cohort in enumerate(cohorts):
+        part[round, cohort.clients] = 1
+    sums = part
+    if guarantee.matrix is not None:
+        guarantee.epsilon(len(cohorts))  # Raises if the matrix has fewer rounds.
+        sums = guarantee.matrix.dense(len(cohorts)) @ part
+    return Actual(
+        rounds=part.sum(axis=0).astype(np.int64),
+        sensitivity=np.sqrt(np.sum(np.square(sums), axis=0)),
+        noise_multiplier=guarantee.noise_multiplier,
+        delta=guarantee.delta,
+    )
