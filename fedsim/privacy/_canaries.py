@@ -72,7 +72,8 @@ def canary_audit(
     Args:
       algorithm: with parameters in ``state.params``. The observer takes their change in a round for the aggregate, as it is
         with the default server optimizer of FedAvg; with another one, the audit finds less.
-      sampler: returns the sampler of a population. It gets ``data`` with the canaries that take part, as further clients.
+      sampler: returns the sampler of a population. It gets ``data`` with the canaries that take part, as further clients. Its
+        seed draws the noise and the directions.
       data: the population of the real clients.
       rounds: the number of rounds.
       canaries: the number of canaries, of which about half take part; at least 10.

@@ -75,14 +75,13 @@ class EverybodyAlways(fedsim.samplers.PoissonSampler):
         return np.arange(self.data.num_clients)
 
 
-def everybody(data):
-    return fedsim.UniformSampler(data, clients=data.num_clients, seed=0)
+def audit(mechanism=GaussianMechanism, noise=NOISE, sampler=None, canaries=400, seed=0, rounds=ROUNDS):
+    def everybody(data):
+        return fedsim.UniformSampler(data, clients=data.num_clients, seed=seed)  # It draws the noise and the directions.
 
-
-def audit(mechanism=GaussianMechanism, noise=NOISE, sampler=everybody, canaries=400, seed=0, rounds=ROUNDS):
     data = fedsim.FederatedData.from_arrays({"x": np.linspace(-3, 3, 6, dtype=np.float32)}, sizes=[2, 1, 3])
     algorithm = Moves(batches=fedsim.Batches(size=2), aggregator=mechanism(noise, clip=2.0, denominator=100))
-    return canary_audit(algorithm, sampler, data, rounds=rounds, canaries=canaries, seed=seed)
+    return canary_audit(algorithm, sampler or everybody, data, rounds=rounds, canaries=canaries, seed=seed)
 
 
 def test_the_bound_of_a_sound_mechanism_is_below_the_accountants_and_the_estimate_is_near_it():
