@@ -22,15 +22,16 @@ TESTS = ROOT / "tests"
 # Tests that read files or folders beside the package.
 BESIDE = {
     "benchmarks": ["test_benchmarks.py", "test_readme.py", "experiment/test_client_memory.py"],
-    "colab": ["test_notebooks.py"],
-    "docs": ["test_docs.py", "test_pages.py"],
+    ".github": [],
+    "colab": ["test_docs.py", "test_notebooks.py", "test_site.py"],
+    "docs": ["test_docs.py", "test_pages.py", "test_readme.py", "test_site.py"],
     "examples": ["test_examples.py", "sweeps/test_sweep.py"],
-    "README.md": ["test_docs.py", "test_readme.py"],
+    "README.md": ["test_docs.py", "test_readme.py", "test_site.py"],
     "tests/affected.py": ["test_affected.py", "test_house.py"],
     ".ci/base": [],
     "CHANGELOG.md": [],
     "CITATION.cff": [],
-    "CONTRIBUTING.md": [],
+    "CONTRIBUTING.md": ["test_site.py"],
     "LICENSE": [],
 }
 

@@ -37,7 +37,7 @@ def test_a_package_affects_its_tests_first_and_then_those_of_the_packages_that_i
         ("tests/vertical/test_data.py", {"vertical"}),
         ("tests/experiment/conftest.py", {"experiment"}),
         ("colab/quickstart.ipynb", {"test_notebooks.py"}),
-        ("docs/systems/timeline.png", {"test_docs.py", "test_pages.py"}),
+        ("docs/systems/timeline.png", {"test_docs.py", "test_pages.py", "test_readme.py", "test_site.py"}),
     ],
 )
 def test_what_changed_is_among_the_affected(changed, expected):
