@@ -110,6 +110,8 @@ def verdict_of(name: str, rows: Rows) -> str:
     near, numbers, hold, statements = counts(rows)
     parts = [f"{near} of {numbers} published numbers are near"] * bool(numbers)
     parts += [f"{hold} of {statements} published statements hold"] * bool(statements)
+    if not rows:
+        return "Has not been run yet."
     return VERDICTS.get(name) or (", ".join(parts).capitalize() or "No published numbers") + "."
 
 
@@ -156,7 +158,8 @@ def _page(name: str, rows: Rows) -> str:
     if missing:
         names = " ".join(missing)
         lines += [f"Not yet run: `fedsim reproduce {name} --only {names}`. Takes {reproduction.duration}.", ""]
-    return "\n".join(lines)
+    # Notes link to pages from docs/, and this page is in a folder of it.
+    return re.sub(r"\]\((?!https?:|#|\.\./)", "](../", "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ PUBLIC_MODULES = re.findall(r"\S+", """
     fedsim.compressors fedsim.configuration fedsim.data fedsim.datasets fedsim.decentralized fedsim.decentralized.costs
     fedsim.deployment fedsim.differentiation fedsim.evaluation fedsim.execution fedsim.experiment fedsim.experiment.driving
     fedsim.formats fedsim.heterogeneity fedsim.metrics fedsim.models fedsim.partitioners fedsim.planning fedsim.plots
-    fedsim.primitives fedsim.privacy fedsim.reproductions fedsim.rng fedsim.rounds fedsim.samplers fedsim.sweeps fedsim.systems
+    fedsim.primitives fedsim.privacy fedsim.privacy.attacks
+    fedsim.reproductions fedsim.rng fedsim.rounds fedsim.samplers fedsim.sweeps fedsim.systems
     fedsim.text fedsim.transfer fedsim.tree fedsim.vertical
 """)  # fmt: skip
 

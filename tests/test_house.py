@@ -87,6 +87,7 @@ PUBLIC_MODULES = [
     "fedsim.primitives",
     "fedsim.reproductions",
     "fedsim.privacy",
+    "fedsim.privacy.attacks",
     "fedsim.rng",
     "fedsim.rounds",
     "fedsim.text",
