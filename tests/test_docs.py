@@ -278,6 +278,13 @@ def test_percentages_on_the_page_of_few_labels_are_those_of_the_rows(name, secti
         assert any(abs(value - float(number)) <= 0.51 * 10**-digits for value in values), number
 
 
+def test_names_on_the_page_of_choices_are_registered():
+    named = set(re.findall(r"`([a-z][a-z_0-9]+)`", (DOCS / "choosing.md").read_text(encoding="utf-8")))
+    modules = fedsim.algorithms, decentralized, vertical
+    known = {name for module in modules for name in module.ALGORITHMS} | {*aggregators.AGGREGATORS, *compressors.COMPRESSORS}
+    assert len(named) > 40 and named - known == set()
+
+
 def test_numbers_of_tuning_are_those_of_the_notebook():
     claimed = re.findall(r"\d\.\d{3}", (DOCS / "tuning.md").read_text(encoding="utf-8"))
     notebook = (ROOT / "colab" / "differentiate.ipynb").read_text(encoding="utf-8")
