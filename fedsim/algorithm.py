@@ -301,7 +301,7 @@ class Algorithm:
     def apply(self, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         """Runs one round: broadcast, the clients' work, aggregation and the server's update."""
         state, info = self.execution.run_one(self, state, cohort)
-        watch_problems(self, info, [cohort])
+        watch_problems(self, info, self.execution.took_part([cohort]))
         return state, info
 
     def apply_rounds(
@@ -328,7 +328,7 @@ class Algorithm:
                 infos.append(info)
             return state, jax.tree.map(lambda *rows: jax.numpy.stack(rows), *infos)
         state, stacked = self.execution.run(self, state, cohorts, max_rounds=max_rounds)
-        watch_problems(self, stacked, cohorts)
+        watch_problems(self, stacked, self.execution.took_part(cohorts))
         return state, stacked
 
 

@@ -10,6 +10,7 @@ from fedsim.configuration._build import algorithm_hyperparameters as algorithm_h
 from fedsim.configuration._build import build as build
 from fedsim.configuration._build import build_members as build_members
 from fedsim.configuration._build import models_without_arguments as models_without_arguments
+from fedsim.configuration._build import synchronization_of as synchronization_of
 from fedsim.configuration._client_optimizer import client_optimizer as client_optimizer
 from fedsim.configuration._config import WRITERS as WRITERS
 from fedsim.configuration._config import How as How
@@ -21,4 +22,7 @@ from fedsim.configuration._config import options_that_build as options_that_buil
 from fedsim.configuration._config import writer_names as writer_names
 from fedsim.configuration._published import Published as Published
 from fedsim.configuration._published import published as published
+from fedsim.configuration._scheduled import Prepared as Prepared
+from fedsim.configuration._scheduled import following as following
+from fedsim.configuration._scheduled import prepared as prepared
 from fedsim.configuration._scheduled import scheduled as scheduled

@@ -19,7 +19,7 @@ from fedsim.algorithm import Algorithm
 from fedsim.compressors import Compressor
 from fedsim.configuration._client_optimizer import client_optimizer as make_client_optimizer
 from fedsim.configuration._config import RunConfig, Settings, options_of_samplers, options_that_build
-from fedsim.configuration._scheduled import scheduled
+from fedsim.configuration._scheduled import following, prepared, scheduled
 from fedsim.configuration._validation import with_validation
 from fedsim.data import Batches, FederatedData, population_identity
 from fedsim.execution import Execution, share_programs
@@ -192,6 +192,9 @@ def _with_virtual_clock(experiment: Experiment, config: RunConfig) -> Experiment
     if hasattr(experiment.algorithm, "topology"):
         _check_no_server(experiment.algorithm, config)
         return experiment
+    synchronization = synchronization_of(config)
+    if config.deliveries is not None:
+        return _as_delivered(experiment, config, synchronization)
     traces = config.client_traces and systems.Traces.read(pinned_path(config.client_traces), config.client_traces_period)
     rates = {name: _law(name, getattr(config, name)) for name in ("download_rate", "upload_rate") if getattr(config, name)}
     faults = config.faults and systems.FaultSchedule.read(pinned_path(config.faults))
@@ -199,9 +202,7 @@ def _with_virtual_clock(experiment: Experiment, config: RunConfig) -> Experiment
         experiment.algorithm,
         experiment.sampler,
         rounds=config.rounds,
-        synchronization=make(
-            "synchronization", config.synchronization or "synchronous", systems.SYNCHRONIZATIONS, systems.Synchronization
-        ),
+        synchronization=synchronization,
         devices=systems.Devices(_law("seconds", config.step_seconds or "1"), availability=traces or None, **rates),
         faults=faults
         or systems.Faults(
@@ -209,6 +210,33 @@ def _with_virtual_clock(experiment: Experiment, config: RunConfig) -> Experiment
         ),
         policy=systems.Policy(timeout=config.response_timeout, retries=config.retries, late=config.late_updates),
     )
+    return experiment._replace(algorithm=made.algorithm, sampler=made.sampler)
+
+
+def synchronization_of(config: RunConfig) -> systems.Synchronization:
+    """Returns the synchronization model that a configuration names; by default, rounds are synchronous.
+
+    >>> synchronization_of(RunConfig(synchronization="stale_synchronous(bound=2)"))
+    StaleSynchronous(bound=2, versions=None)
+    """
+    text = config.synchronization or "synchronous"
+    return make("synchronization", text, systems.SYNCHRONIZATIONS, systems.Synchronization)
+
+
+def _as_delivered(experiment: Experiment, config: RunConfig, synchronization: systems.Synchronization) -> Experiment:
+    """Lets a run aggregate what has arrived in a deployment, by its record."""
+    of_deployment = {"deliveries", "synchronization", "response_timeout", "late_updates"}
+    if others := [name for name in config.clock_options if name not in of_deployment]:
+        raise ValueError(
+            f"Expected no virtual clock with deliveries={config.deliveries!r}, the updates of a deployment, got "
+            f"{others[0]}={getattr(config, others[0])!r}: leave it out."
+        )
+    assert config.deliveries is not None
+    record = systems.Deliveries.read(pinned_path(config.deliveries))
+    if not record.has_server_steps:
+        return experiment._replace(sampler=record.sampler(experiment.sampler, config.rounds))
+    ready = prepared(experiment.algorithm, experiment.sampler, synchronization)
+    made = following(ready.algorithm, experiment.sampler, record.schedule(config.rounds), mixing=ready.mixing)
     return experiment._replace(algorithm=made.algorithm, sampler=made.sampler)
 
 

@@ -62,8 +62,8 @@ class RunConfig:
     A dataset with an option ``seed`` is drawn with the field ``seed`` unless its own is given: with ``dataset="digits"`` and
     ``seed=1``, `build` loads ``digits(seed=1)``.
 
-    The names of files (``init_from``, ``faults``, ``client_traces``, and ``dataset`` if it is a file) become absolute paths
-    with a hash of the content, ``PATH#sha256=HASH``.
+    The names of files (``init_from``, ``faults``, ``client_traces``, ``deliveries``, and ``dataset`` if it is a file) become
+    absolute paths with a hash of the content, ``PATH#sha256=HASH``.
 
     Attributes:
       hyperparameters: fields of the algorithm by name, e.g. ``{"server_learning_rate": 0.1}``. Others keep their defaults.
@@ -291,6 +291,13 @@ class RunConfig:
     late_updates: Literal["drop", "use"] = _option(
         "drop", "virtual clock", "Leave out an update that arrives after the server has stopped waiting, or use it next."
     )
+    deliveries: str | None = _option(
+        None,
+        "virtual clock",
+        "The record of a deployed run, its deliveries.jsonl, in place of a clock: the same updates are aggregated in the same "
+        "rounds, also with --from RUN.",
+        names="file",
+    )
     dp_epsilon: float | None = _option(
         None,
         "differential privacy",
@@ -481,7 +488,7 @@ class RunConfig:
         if self.init_from is not None and (folder := Path(self.init_from).expanduser()).is_dir():
             object.__setattr__(self, "init_from", str(newest_checkpoint(folder)))
         object.__setattr__(self, "dataset", with_hash(self.dataset))
-        for name in ("init_from", "faults", "client_traces"):
+        for name in ("init_from", "faults", "client_traces", "deliveries"):
             if (file := getattr(self, name)) is not None:
                 object.__setattr__(self, name, pinned(file))
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from fedsim import checks, rng, tree
 from fedsim.algorithm import Algorithm
@@ -70,6 +71,77 @@ def scheduled(
     (Staleness(bound=0, mixing=False), 4, 3)
     """
     checks.whole(1, rounds=rounds)
+    ready = prepared(algorithm, sampler, synchronization)
+    algorithm, mixing = ready.algorithm, ready.mixing
+    arguments = {
+        "steps": ready.steps,
+        "synchronization": synchronization,
+        **others,
+        "bytes_down": ready.bytes_down if bytes_down is None else bytes_down,
+        "bytes_up": ready.bytes_up if bytes_up is None else bytes_up,
+    }
+    if is_steered(sampler):
+        if seconds is not None:
+            raise ValueError(
+                f"Expected rounds for {type(sampler).__name__}, whose events depend on values of the run, got seconds="
+                f"{seconds}: give rounds, and stop_when='spent(seconds=...)'."
+            )
+        clocked = ClockedSampler(sampler, **arguments)
+        return Scheduled(dataclasses.replace(algorithm, staleness=Staleness(bound=0)), clocked, clocked.schedule)
+    return following(algorithm, sampler, schedule(sampler, rounds, seconds=seconds, **arguments), mixing=mixing)
+
+
+def following(algorithm: Algorithm, sampler: Sampler, plan: Schedule, *, mixing: bool) -> Scheduled:
+    """Returns what trains by a schedule: that of a simulation, or the record of a deployment.
+
+    Args:
+      algorithm: as `prepared` returns it.
+      sampler: which has selected the clients.
+      plan: the schedule.
+      mixing: see `fedsim.Staleness`.
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(4, np.float32)}, sizes=[1] * 4)
+    >>> sampler = fedsim.UniformSampler(data, clients=2, seed=0)
+    >>> plan = schedule(sampler, 2, steps=np.ones(4, int))
+    >>> following(fedsim.algorithms.Histogram(bins=2), sampler, plan, mixing=False).algorithm.staleness
+    Staleness(bound=0, mixing=False)
+    """
+    check_scales(algorithm, plan.updates.weight, plan.updates.scale)
+    # Rounded up, so that seeds and lengths of a run share programs.
+    bound = rounded_slots(plan.largest_staleness) if plan.largest_staleness else 0
+    stale = dataclasses.replace(algorithm, staleness=Staleness(bound=bound, mixing=mixing))
+    return Scheduled(stale, ScheduledSampler(sampler, plan), plan)
+
+
+class Prepared(NamedTuple):
+    """What a synchronization model needs to know of an algorithm.
+
+    Attributes:
+      algorithm: with the weighting of the model.
+      mixing: whether the updates are mixed into the model, see `fedsim.Staleness`.
+      steps: the local steps of each client, ``int64 [population]``.
+      bytes_down, bytes_up: the sizes of the uncompressed model and update.
+    """
+
+    algorithm: Algorithm
+    mixing: bool
+    steps: np.ndarray
+    bytes_down: int
+    bytes_up: int
+
+
+def prepared(algorithm: Algorithm, sampler: Sampler, synchronization: Synchronization | None) -> Prepared:
+    """Prepares an algorithm for a synchronization model, on a virtual clock or on a network.
+
+    Raises:
+      ValueError: the clients of this algorithm cannot start from older models, or this model does not fit it.
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(4, np.float32)}, sizes=[1, 3])
+    >>> prepared(fedsim.algorithms.Histogram(bins=2), fedsim.UniformSampler(data, clients=2, seed=0), None).steps.tolist()
+    [1, 1]
+    """
     if type(algorithm).apply is not Algorithm.apply:
         raise ValueError(
             f"{type(algorithm).__name__} overrides apply, so its clients cannot be simulated: override round or client_update."
@@ -100,27 +172,13 @@ def scheduled(
     if mixing:
         check_scalable(algorithm)
         _traced(algorithm, first, Staleness(bound=0, mixing=True))  # checks that the updates are differences of parameters
-    arguments = {
-        "steps": num_steps(first.data.sizes, algorithm.batches, program.loops),
-        "synchronization": synchronization,
-        **others,
-        "bytes_down": tree.num_bits(program.calls[0].shared) // 8 if bytes_down is None else bytes_down,
-        "bytes_up": tree.num_bits(program.calls[0].update) // 8 if bytes_up is None else bytes_up,
-    }
-    if is_steered(sampler):
-        if seconds is not None:
-            raise ValueError(
-                f"Expected rounds for {type(sampler).__name__}, whose events depend on values of the run, got seconds="
-                f"{seconds}: give rounds, and stop_when='spent(seconds=...)'."
-            )
-        clocked = ClockedSampler(sampler, **arguments)
-        return Scheduled(dataclasses.replace(algorithm, staleness=Staleness(bound=0)), clocked, clocked.schedule)
-    plan = schedule(sampler, rounds, seconds=seconds, **arguments)
-    check_scales(algorithm, plan.updates.weight, plan.updates.scale)
-    # Rounded up, so that seeds and lengths of a run share programs.
-    bound = rounded_slots(plan.largest_staleness) if plan.largest_staleness else 0
-    stale = dataclasses.replace(algorithm, staleness=Staleness(bound=bound, mixing=mixing))
-    return Scheduled(stale, ScheduledSampler(sampler, plan), plan)
+    return Prepared(
+        algorithm=algorithm,
+        mixing=mixing,
+        steps=num_steps(first.data.sizes, algorithm.batches, program.loops),
+        bytes_down=tree.num_bits(program.calls[0].shared) // 8,
+        bytes_up=tree.num_bits(program.calls[0].update) // 8,
+    )
 
 
 def _traced(algorithm: Algorithm, cohort: Cohort, staleness: Staleness) -> RoundProgram:

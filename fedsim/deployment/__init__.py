@@ -14,6 +14,7 @@ from fedsim.deployment._deploy import check_options as check_options
 from fedsim.deployment._deploy import deploy as deploy
 from fedsim.deployment._deploy import deployment_of as deployment_of
 from fedsim.deployment._deployed import Deployed as Deployed
+from fedsim.deployment._deployed_steps import DeployedSteps as DeployedSteps
 from fedsim.deployment._encoding import decode as decode
 from fedsim.deployment._encoding import encode as encode
 from fedsim.deployment._node import Node as Node
@@ -22,3 +23,5 @@ from fedsim.deployment._nodes import Nodes as Nodes
 from fedsim.deployment._nodes import Received as Received
 from fedsim.deployment._nodes import Replies as Replies
 from fedsim.deployment._processes import FlowerProcesses as FlowerProcesses
+from fedsim.deployment._real_server import Outcome as Outcome
+from fedsim.deployment._real_server import RealServer as RealServer

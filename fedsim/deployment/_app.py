@@ -15,8 +15,9 @@ from typing import Any
 
 from fedsim import checks
 from fedsim._version import __version__
-from fedsim.configuration import RunConfig, Settings, build, fields_that_name
+from fedsim.configuration import RunConfig, Settings, fields_that_name
 from fedsim.deployment import _relay
+from fedsim.deployment._build_deployed import build_deployed
 from fedsim.deployment._deploy import check_deployable, check_options, for_nodes, run_on
 from fedsim.deployment._flower import FlowerNodes
 from fedsim.deployment._nodes import NodeError
@@ -117,7 +118,7 @@ def write_app(
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"Expected an empty folder for the app, got {folder}, which has files: choose another one.")
     if node_data is None:
-        check_deployable(build(config, settings), nodes)
+        check_deployable(build_deployed(config, settings), nodes)
     package = folder / "fedsim_app"
     package.mkdir(parents=True)
     given = for_nodes(config, settings, nodes, node_data)

@@ -14,8 +14,10 @@ from typing import Any
 from fedsim import checks, datasets
 from fedsim.aggregators import GaussianMechanism, SecureMean, StackAggregator
 from fedsim.algorithm import Algorithm
-from fedsim.configuration import Experiment, RunConfig, Settings, build
+from fedsim.configuration import Experiment, RunConfig, Settings, synchronization_of
+from fedsim.deployment._build_deployed import OF_SERVER, build_deployed, has_server_steps
 from fedsim.deployment._deployed import Deployed
+from fedsim.deployment._deployed_steps import DeployedSteps
 from fedsim.deployment._flower import FlowerNodes
 from fedsim.deployment._nodes import NodeError
 from fedsim.deployment._own_data import described_population
@@ -23,7 +25,9 @@ from fedsim.deployment._processes import FlowerProcesses, check_flower
 from fedsim.durable_files import replace_text
 from fedsim.experiment import Result, run_experiment
 from fedsim.experiment.driving import DEPLOYMENT, Checkpoints, is_personal
+from fedsim.rounds import Staleness
 from fedsim.samplers import checked_cohort
+from fedsim.systems import Policy
 
 _SIMULATE = "simulate it (fedsim run)"
 
@@ -90,17 +94,19 @@ def run_on(
     _check_folder(folder, network.count)
     execution = Deployed(nodes=network, folder=folder)
     if node_data is None:
-        built = build(config, settings, execution)
+        built = build_deployed(config, settings, execution)
         check_deployable(built, network.count)
     known: dict[str, Any] = {"nodes": network.count, "secure": secure, "node_data": node_data, "app": app}
     with _terminated(), network:
         if node_data is not None:
-            built = build(config, settings, execution, _splits_of_nodes(config, network))
+            built = build_deployed(config, settings, execution, _splits_of_nodes(config, network))
             check_deployable(built, network.count)
             known["populations"] = _same_populations(folder, network)
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / DEPLOYMENT, json.dumps(known) + "\n")
         execution.check(checked_cohort(built.sampler, 0))
+        if has_server_steps(config):
+            built, settings = _with_server_steps(built, config, execution), dataclasses.replace(settings, rounds_per_dispatch=1)
         return run_experiment(built, config, settings, progress=settings.progress, table=table)
 
 
@@ -134,7 +140,8 @@ def check_options(config: RunConfig, settings: Settings, node_data: str | None =
     """
     if settings.folder is None:
         raise ValueError("Expected a folder for a deployment, got folder=None: give one.")
-    given = {name: getattr(config, name) for name in (*config.clock_options, "attack", "topology") if getattr(config, name)}
+    simulated = [name for name in config.clock_options if name not in OF_SERVER]
+    given = {name: getattr(config, name) for name in (*simulated, "attack", "topology") if getattr(config, name)}
     for name, value in given.items():
         raise ValueError(f"Expected a run that can be deployed, got {name}={value!r}: {_SIMULATE}, or leave it out.")
     for name in ("validation", "labels") if node_data is not None else ():
@@ -157,6 +164,7 @@ def check_options(config: RunConfig, settings: Settings, node_data: str | None =
 def check_deployable(built: Experiment, nodes: int) -> None:
     """Raises ``ValueError`` if a run cannot be deployed on so many nodes; the error says why and what to do.
 
+    >>> from fedsim.configuration import build
     >>> check_deployable(build(RunConfig(algorithm="fedadam"), Settings()), nodes=2)
     >>> check_deployable(build(RunConfig(aggregator="krum(attackers=1)"), Settings()), nodes=2)
     Traceback (most recent call last):
@@ -170,7 +178,7 @@ def check_deployable(built: Experiment, nodes: int) -> None:
         reason = "it has no server"
     elif type(algorithm).apply is not Algorithm.apply:
         reason = "its rounds are loops in Python, of which the clients' part cannot be sent to nodes"
-    elif algorithm.staleness is not None:
+    elif algorithm.staleness not in (None, Staleness(bound=0), Staleness(bound=0, mixing=True)):
         reason = "its clients start from models of earlier rounds"
     elif is_personal(algorithm):
         reason = "clients have models of their own, which stay at the nodes, so the server cannot evaluate them"
@@ -187,6 +195,15 @@ def check_deployable(built: Experiment, nodes: int) -> None:
         raise ValueError(f"{name} cannot be deployed, because {reason}: {_SIMULATE}.")
     if nodes > data.num_clients:
         raise ValueError(f"Expected nodes <= {data.num_clients} (the clients), got nodes={nodes}: use fewer.")
+
+
+def _with_server_steps(built: Experiment, config: RunConfig, deployed: Deployed) -> Experiment:
+    """Lets the synchronization model of a configuration decide when the server aggregates."""
+    policy, model = Policy(timeout=config.response_timeout, late=config.late_updates), synchronization_of(config)
+    execution = DeployedSteps(
+        nodes=deployed.nodes, folder=deployed.folder, sampler=built.sampler, synchronization=model, policy=policy
+    )
+    return built._replace(algorithm=dataclasses.replace(built.algorithm, execution=execution))
 
 
 def deployment_of(folder: str | Path) -> dict[str, Any] | None:

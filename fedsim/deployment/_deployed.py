@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from fedsim.data import Cohort, population_identity
 from fedsim.deployment._encoding import decode, encode
 from fedsim.deployment._node import leaves_of, versions
 from fedsim.deployment._nodes import Blobs, NodeError, Nodes, Replies
-from fedsim.durable_files import replace_text
+from fedsim.deployment._record import Deliveries
 from fedsim.execution import DividedRound, Execution, check_cohorts, remembered
 from fedsim.rounds import FederatedAlgorithm, RoundInfo, State, kept_with, server_state
 from fedsim.saved_arrays import checkpoint_rounds
@@ -103,7 +103,7 @@ class Deployed(Execution):
         sent = round.begin(state, cohort)
         shared, of_clients = leaves_of(sent.operands)
         slots_of = self.nodes.slots_of(cohort.clients)
-        blob, record = encode(shared, {}), _Deliveries(self.folder, cohort.round)
+        blob, record = encode(shared, {}), Deliveries(self.folder, cohort.round)
         requests: dict[int, Blobs] = {}
         for number, slots in enumerate(slots_of):
             if len(slots):
@@ -132,44 +132,6 @@ class Deployed(Execution):
                 f"No node has answered in round {cohort.round + 1}: {next(iter(lost.values()))}. The rounds before are saved: "
                 "fedsim resume FOLDER starts the nodes again."
             )
-        record.write(
-            answers, lost, seconds, {number: facts["seconds"] for number, facts in facts_of.items()}, requests, replies
-        )
+        of_nodes = {number: facts["seconds"] for number, facts in facts_of.items()}
+        record.write(self.nodes, answers, lost, seconds, of_nodes, requests, replies)
         return round.end(state, cohort, sent, answers, slots_of)
-
-
-class _Deliveries:
-    """The file that says which nodes have answered in which round.
-
-    Args:
-      folder: of the run.
-      rounds: the number of rounds before this one. Lines of later ones are of rounds that run again.
-    """
-
-    def __init__(self, folder: Path, rounds: int) -> None:
-        self._path, self._round = folder / "deliveries.jsonl", rounds + 1
-        self._lines: list[dict[str, Any]] = []
-        if self._path.exists():
-            self._lines = [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
-        self._lines = [line for line in self._lines if line["round"] < self._round]
-
-    def answered(self, number: int) -> list[int]:
-        """Returns the rounds in which the answer of this node has arrived, counted from 1."""
-        return [line["round"] for line in self._lines if number in line["answered"]]
-
-    def write(
-        self, answers: Iterable[int], lost: Mapping[int, str], seconds: float, of_nodes: Mapping[int, float],
-        requests: Mapping[int, Blobs], replies: Mapping[int, bytes],
-    ) -> None:  # fmt: skip
-        """Writes the line of this round before its result is used."""
-        line = {
-            "round": self._round,
-            "answered": sorted(answers),
-            "lost": {str(number): reason for number, reason in lost.items()},
-            "seconds": round(seconds, 3),
-            "seconds_of_nodes": {str(number): round(own, 3) for number, own in of_nodes.items()},
-            "bytes_down": sum(len(blob) for blobs in requests.values() for blob in blobs.values()),
-            "bytes_up": sum(map(len, replies.values())),
-        }
-        self._lines.append(line)
-        replace_text(self._path, "".join(json.dumps(line) + "\n" for line in self._lines))

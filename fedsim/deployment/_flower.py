@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedsim.deployment import _relay
-from fedsim.deployment._nodes import Blobs, NodeError, Nodes, Received
+from fedsim.deployment._encoding import decode
+from fedsim.deployment._nodes import WHO, Blobs, NodeError, Nodes, Received
 from fedsim.deployment._processes import FlowerProcesses
 
 if TYPE_CHECKING:
@@ -20,11 +21,14 @@ _POLL_SECONDS = 0.1
 class FlowerNodes(Nodes):
     """Nodes that exchange messages with this process over Flower's network, within the context.
 
+    A node whose process has ended is started again, unless it has not answered since its last start. Until it has said again
+    who it is, it is away, and so is a node that Flower reports as unavailable.
+
     Args:
       processes: those of the network and of the nodes, which the context starts and ends.
 
     Raises:
-      NodeError: a process has ended, or a node has not come in time.
+      NodeError: a process has ended, or a node has not come in time; later, no node is left, or one comes back with other data.
     """
 
     def __init__(self, processes: FlowerProcesses | ExistingNetwork) -> None:
@@ -33,6 +37,11 @@ class FlowerNodes(Nodes):
         self._ids: dict[int, str] = {}  # Flower's, by the nodes' numbers
         self._sent: dict[str, int] = {}  # the nodes of the messages without a reply
         self._refused: list[Received] = []
+        self._answered: set[int] = set()  # since their last start
+        self._away: set[int] = set()
+        self._ended: dict[int, str] = {}  # nodes that do not come back, and why
+        self._asked: dict[str, str] = {}  # the messages that ask who a node is, and Flower's name of the node
+        self._known: set[str] = set()  # of the nodes that were asked, or have ended
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> FlowerNodes:
@@ -48,29 +57,83 @@ class FlowerNodes(Nodes):
     def introductions(self) -> dict[int, dict[str, Any]]:
         return self._introductions
 
+    def is_there(self, number: int) -> bool:
+        return number not in self._away and number not in self._ended
+
     def send(self, number: int, blobs: Blobs) -> str:
-        message = self._of_relay({"do": "send", "node": self._ids[number]}, blobs)["message"]
+        message = None
+        if self.is_there(number):
+            message = self._of_relay({"do": "send", "node": self._ids[number]}, blobs)["message"]
         if message is None:
             message = f"refused {len(self._refused)} of node {number}"
-            self._refused.append(Received(message, number, None, "Flower refused the message"))
+            why = "Flower refused the message" if self.is_there(number) else self._ended.get(number, "it is not back yet")
+            self._refused.append(Received(message, number, None, why))
         else:
             self._sent[message] = number
         return str(message)
 
     def receive(self) -> list[Received]:
-        received, self._refused = self._refused, []
-        for message, number in list(self._sent.items()):
-            if reason := self._why_dead(number):
-                received.append(Received(message, self._sent.pop(message), None, reason))
-        count = self._of_relay({"do": "pull", "messages": list(self._sent)})["replies"] if self._sent else 0
+        for number in range(self.count):
+            if number not in self._ended and (reason := self._why_dead(number)):
+                self._start_again(number, reason)
+        self._look_for_nodes()
+        asked = [*self._sent, *self._asked]
+        count = self._of_relay({"do": "pull", "messages": asked})["replies"] if asked else 0
         for _ in range(count):
-            facts, blobs = self._frame()
-            # A reply that was asked for twice comes a second time as an error.
-            if (number := self._sent.pop(facts["message"], -1)) >= 0:
-                received.append(Received(facts["message"], number, blobs.get("reply"), facts.get("error", "")))
+            self._take(*self._frame())
+        received, self._refused = self._refused, []
         if not received:
             time.sleep(_POLL_SECONDS)
         return received
+
+    def _take(self, facts: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
+        """Takes a reply. One that was asked for twice comes a second time as an error, which has no meaning."""
+        message, error = facts["message"], facts.get("error", "")
+        if (number := self._sent.pop(message, None)) is not None:
+            self._refused.append(Received(message, number, blobs.get("reply"), error))
+            if error:
+                self._leave(number)
+            else:
+                self._answered.add(number)
+        elif (name := self._asked.pop(message, None)) is not None and error:
+            self._known.discard(name)
+        elif name is not None:
+            facts = decode(blobs["reply"])[1]
+            if facts != self._introductions[facts["node"]]:
+                raise NodeError(
+                    f"Node {facts['node']} came back with other versions or other data: use those that it had at the beginning."
+                )
+            self._ids[facts["node"]] = name
+            self._away.discard(facts["node"])
+
+    def _start_again(self, number: int, reason: str) -> None:
+        """Reports the messages of a node whose process has ended as lost, and starts it again."""
+        for message in [message for message, of in self._sent.items() if of == number]:
+            self._refused.append(Received(message, self._sent.pop(message), None, reason))
+        if number in self._answered:
+            self._answered.discard(number)
+            self._leave(number)
+            self._processes.restart(number)
+            return
+        self._ended[number] = reason
+        if len(self._ended) == self.count:
+            raise NodeError(f"No node is left: {reason}. {self._processes.logs()}")
+
+    def _leave(self, number: int) -> None:
+        self._away.add(number)
+        self._known.discard(self._ids[number])  # A node with a key of its own comes back under the same name.
+
+    def _look_for_nodes(self) -> None:
+        """Asks nodes that have registered since the last call who they are, if some are away."""
+        if not any(self._processes.is_ready(number) for number in self._away):
+            return
+        there = {self._ids[number] for number in range(self.count) if self.is_there(number)}
+        for name in self.registered():
+            if name in there or name in self._known:
+                continue
+            self._known.add(name)
+            if message := self._of_relay({"do": "send", "node": name}, WHO)["message"]:
+                self._asked[message] = name
 
     def _meet(self) -> None:
         """Waits until all nodes have registered, and asks them for their numbers."""
@@ -80,6 +143,7 @@ class FlowerNodes(Nodes):
         met = super().introductions()
         self._ids = {facts["node"]: ids[at] for at, facts in met.items()}
         self._introductions = {facts["node"]: facts for facts in met.values()}
+        self._answered, self._known = set(self._introductions), set(self._ids.values())
 
     def registered(self) -> list[str]:
         """Returns Flower's names of the nodes that it knows."""

@@ -23,13 +23,15 @@ import psutil
 from fedsim import rng
 from fedsim._version import __version__
 from fedsim.algorithm import Algorithm
-from fedsim.configuration import RunConfig, Settings, build
+from fedsim.configuration import RunConfig, Settings
 from fedsim.data import ClientRows, Cohort, population_identity
 from fedsim.datasets import FederatedSplits, describe
 from fedsim.deployment import _relay
+from fedsim.deployment._build_deployed import build_deployed
 from fedsim.deployment._encoding import decode, encode
 from fedsim.deployment._nodes import Blobs
 from fedsim.deployment._own_data import describe_data, load_own_data
+from fedsim.deployment._record import replace_bytes
 from fedsim.execution import DividedRound
 from fedsim.experiment.driving import Checkpoints, rows_identity
 from fedsim.rounds import FederatedState, Operands
@@ -84,13 +86,49 @@ class Node:
             _, facts = decode(blobs["clients"])
             if facts.get("ask") == "who":
                 return encode([], self._facts)
-            arrays = self._run(blobs, facts)
+            arrays = self._run_each(blobs, facts) if "each" in facts else self._run(blobs, facts)
         except Exception as error:
             return encode([], {"node": self.number, "error": f"{type(error).__name__}: {error}"})
         return encode(arrays, {"node": self.number, "seconds": time.perf_counter() - began})
 
     def _run(self, blobs: Blobs, facts: Mapping[str, Any]) -> list[Any]:
         """Runs the clients of a message; returns the leaves of the `fedsim.execution.Answer`."""
+        round, operands, cohort = self._begun(blobs, facts)
+        at = facts["round"]
+        memories = self._memories_after(at, round, facts)
+        answer, memories = round.run_clients(operands, cohort, memories)
+        if memories is not None and self._checkpoints is not None:
+            self._checkpoints.save(at + 1, FederatedState((), memories))
+        self._memories = at + 1, memories
+        return jax.tree.leaves(answer)
+
+    def _run_each(self, blobs: Blobs, facts: Mapping[str, Any]) -> list[Any]:
+        """Runs the clients of a message; returns the leaves of the `fedsim.execution.Update` of each.
+
+        What a client keeps is stored under the number of the dispatch, because it counts only if the server says so later.
+        """
+        round, operands, cohort = self._begun(blobs, facts)
+        clients, rows, seen = np.asarray(operands.clients.position).tolist(), (), np.zeros(len(cohort), bool)
+        like = round.memory_shapes
+        if like != ():
+            paths = [self._folder / "rows" / f"{client}" for client in clients]
+            of_clients = [_read_row(path / f"{row}", like) for path, row in zip(paths, facts["row"], strict=True)]
+            rows = jax.tree.map(lambda *leaves: np.stack(leaves), *(row for row, _ in of_clients))
+            seen = np.array([was_seen for _, was_seen in of_clients])
+        updates, rows, seen = round.run_each(operands, cohort, rows, seen)
+        if like != ():
+            for at, (path, number, kept) in enumerate(zip(paths, facts["each"], facts["kept"], strict=True)):
+                path.mkdir(parents=True, exist_ok=True)
+                for other in path.iterdir():
+                    if other.name not in map(str, (*kept, facts["row"][at])):
+                        other.unlink()
+                replace_bytes(
+                    path / f"{number}", encode([leaf[at] for leaf in jax.tree.leaves(rows)], {"seen": bool(seen[at])})
+                )
+        return jax.tree.leaves([tuple(update) for update in updates])
+
+    def _begun(self, blobs: Blobs, facts: Mapping[str, Any]) -> tuple[DividedRound, Operands, Cohort]:
+        """Returns the round of a message, what its clients get, and these clients."""
         (of_clients, _), (shared, _) = decode(blobs["clients"]), decode(blobs["shared"])
         work = of_clients.pop() if facts["has_work"] else None
         key = of_clients[-1].dtype
@@ -110,12 +148,7 @@ class Node:
                 f"Expected the clients of node {self.number}, with as many examples as the server knows, got others: use the "
                 "same dataset at the server and at all nodes."
             )
-        memories = self._memories_after(at, round, facts)
-        answer, memories = round.run_clients(operands, cohort, memories)
-        if memories is not None and self._checkpoints is not None:
-            self._checkpoints.save(at + 1, FederatedState((), memories))
-        self._memories = at + 1, memories
-        return jax.tree.leaves(answer)
+        return round, operands, cohort
 
     def _memories_after(self, rounds: int, round: DividedRound, facts: Mapping[str, Any]) -> ClientRows | None:
         """Returns what the clients keep after so many rounds: after the last one whose answer has reached the server.
@@ -140,6 +173,18 @@ class Node:
         if self._memories is None or self._memories[0] != known[-1]:
             self._memories = known[-1], self._checkpoints.load(known[-1], like).clients
         return self._memories[1]
+
+
+def _read_row(path: Path, like: Any) -> tuple[Any, bool]:
+    """Returns what a client keeps, and whether it has kept something; zeros before its first update."""
+    if path.name == "-1":
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like), False
+    if not path.exists():
+        raise ValueError(
+            f"Expected the file {path} with what a client keeps, got none: restore the folder of the node, or start a new run."
+        )
+    leaves, facts = decode(path.read_bytes())
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), facts["seen"]
 
 
 def versions() -> dict[str, str]:
@@ -247,5 +292,5 @@ def _built(given: Mapping[str, Any], number: int, folder: Path) -> Node:
         own = load_own_data(config, given["node_data"], number)
         config = dataclasses.replace(config, clients=min(config.clients, own.num_clients))
         splits = FederatedSplits(own, own, describe(config.drawn_dataset))
-    built = build(config, settings, splits=splits)
+    built = build_deployed(config, settings, splits=splits)
     return Node(built.algorithm, built.sampler, number, given["nodes"], folder, own=splits is not None)

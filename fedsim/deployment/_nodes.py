@@ -117,6 +117,10 @@ class Nodes:
                     replies[number] = reply
         return Replies(replies, lost)
 
+    def is_there(self, number: int) -> bool:
+        """Returns whether a node is there, so that the server may send to it."""
+        return True
+
     def send(self, number: int, blobs: Blobs) -> str:
         """Sends a message to a node, and returns a name that no other message has."""
         raise NotImplementedError

@@ -87,6 +87,7 @@ class FlowerProcesses:
         self.count, self._commands, self._port, self._wait = len(commands), commands, port, wait
         self._until, self._secure = 0.0, secure
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._started: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {}  # with which command and environment
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> FlowerProcesses:
@@ -130,6 +131,18 @@ class FlowerProcesses:
             if process.poll() is not None:
                 return f"its {name.split()[0]} has ended with status {process.returncode}"
         return ""
+
+    def restart(self, number: int) -> None:
+        """Starts the processes of a node again, those that run included."""
+        names = [f"worker of node {number}", f"SuperNode {number}"]
+        _end_groups([self._processes[name] for name in names])
+        (self.folder / f"{number}").unlink(missing_ok=True)
+        for name in names:
+            self._run(name, *self._started[name])
+
+    def is_ready(self, number: int) -> bool:
+        """Returns whether the worker of a node accepts messages."""
+        return (self.folder / f"{number}").exists()
 
     def logs(self) -> str:
         """Returns the last lines of the processes, because their files are deleted."""
@@ -215,6 +228,7 @@ class FlowerProcesses:
 
     def _run(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Starts a process. Signals of the terminal do not reach it: this process ends it."""
+        self._started[name] = command, environment
         with open(self._log(name), "wb") as log:
             self._processes[name] = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -239,14 +253,18 @@ class FlowerProcesses:
         return lines[-1] if lines else "it wrote nothing"
 
     def _end(self) -> None:
-        """Ends all processes, and those that they have started."""
-        for sent in (signal.SIGTERM, signal.SIGKILL):
-            for process in self._processes.values():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, sent)
-            until = time.monotonic() + _SECONDS_TO_END
-            while time.monotonic() < until and any(_group_lives(process) for process in self._processes.values()):
-                time.sleep(0.05)
+        _end_groups(list(self._processes.values()))
+
+
+def _end_groups(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends processes, and those that they have started."""
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, sent)
+        until = time.monotonic() + _SECONDS_TO_END
+        while time.monotonic() < until and any(_group_lives(process) for process in processes):
+            time.sleep(0.05)
 
 
 def _group_lives(process: subprocess.Popen[bytes]) -> bool:

@@ -9,6 +9,7 @@ from fedsim.execution._devices import described_tpus as described_tpus
 from fedsim.execution._devices import is_gpu as is_gpu
 from fedsim.execution._devices import use_all_cores as use_all_cores
 from fedsim.execution._divided_round import DividedRound as DividedRound
+from fedsim.execution._divided_round import Update as Update
 from fedsim.execution._execution import Auto as Auto
 from fedsim.execution._execution import Execution as Execution
 from fedsim.execution._execution import Jit as Jit

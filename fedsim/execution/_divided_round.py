@@ -27,9 +27,11 @@ from fedsim.rounds import (
     Operands,
     RoundInfo,
     RoundPlan,
+    Staleness,
     State,
     TraceOptions,
     Values,
+    arrived_at_server,
     parts_of,
     server_state,
 )
@@ -42,11 +44,13 @@ class Sent(NamedTuple):
       operands: of the call, `fedsim.rounds.Operands`: what all clients get, and what is known of each, ``[slots, ...]``.
       live: values that the rest of the round reads.
       plan: the plan of the round.
+      received: what clients receive, if the algorithm has ``Staleness(bound=0, mixing=True)``; else ().
     """
 
     operands: Operands
     live: Any
     plan: RoundPlan
+    received: Any = ()
 
 
 class Answer(NamedTuple):
@@ -61,12 +65,30 @@ class Answer(NamedTuple):
     entries: Any
 
 
+class Update(NamedTuple):
+    """What one client of a round sends, before the server multiplies it by its staleness weight.
+
+    Attributes:
+      arrived: the update as it arrives.
+      entries: what the client adds to the round's info.
+
+    >>> Update(arrived=np.zeros(3), entries={"weight": np.float32(2)}).entries["weight"].item()
+    2.0
+    """
+
+    arrived: Any
+    entries: Any
+
+
 class DividedRound:
     """A round as two parts: the server's, and that of clients which are in another process.
 
     Both processes trace the same round, and exchange only arrays: the operands of the call of the clients, and for each
     process the accumulator with the updates of its clients, and their entries. Accumulators are merged in the order of the
     processes' numbers.
+
+    If the algorithm has ``Staleness(bound=0)``, the updates may also come one by one, from clients that started in earlier
+    rounds: `run_each` returns them in the process of the clients, and `end_each` aggregates them.
 
     Args:
       algorithm: with a round of a single ``clients.aggregate``.
@@ -115,8 +137,10 @@ class DividedRound:
         )  # fmt: skip
         of_server, of_clients = functools.partial(self._compiled, None), self._compiled
         self._begin, self._end, self._merge = of_server(self._to_call), of_server(self._to_end), of_server(self._merged)
-        self._empty = of_server(self._zero)
+        self._empty, self._add = of_server(self._zero), of_server(self._added)
+        self._staleness: Staleness | None = algorithm.staleness
         self._start, self._fold = of_clients(None, self._to_clients), of_clients(5, self._window)
+        self._client = of_clients(None, self._of_client)
 
     def _compiled(self, donated: int | None, function: Any) -> Any:
         return compiled(function, self._mesh, (P(), P()), donated, self._execution.deterministic)
@@ -147,8 +171,8 @@ class DividedRound:
         """Runs the server up to the call of the clients."""
         self._traced.check(cohort, self._options)
         plan = self._plan(cohort)
-        operands, live = self._begin(*self._arguments(state, cohort, plan))
-        return Sent(operands, live, plan)
+        operands, live, received = self._begin(*self._arguments(state, cohort, plan))
+        return Sent(operands, live, plan, received)
 
     def end(
         self, state: State, cohort: Cohort, sent: Sent, answers: dict[int, Answer], slots_of: Sequence[np.ndarray]
@@ -180,7 +204,42 @@ class DividedRound:
             accumulator = own if accumulator is None else self._merge(sent.operands.merge, accumulator, own)
             for all_rows, new in zip(jax.tree.leaves(rows), jax.tree.leaves(entries), strict=True):
                 all_rows[slots_of[number]] = new
-        after, info = self._end(*self._arguments(state, cohort, plan), sent.live, accumulator, rows)
+        return self._ended(state, cohort, sent._replace(plan=plan), accumulator, rows)
+
+    def end_each(
+        self, state: State, cohort: Cohort, sent: Sent, updates: Sequence[Update], started: Sequence[Any]
+    ) -> tuple[State, Any]:
+        """Runs the server from the call of the clients to the end of the round, with an update of each client.
+
+        The order of the sum is that of a simulated round on one device, which runs one client at a time.
+
+        Args:
+          state, sent: as in `end`.
+          cohort: of the round, with ``arrivals``.
+          updates: those of its clients, in its order.
+          started: what each of them has received; read only if the algorithm's staleness has ``mixing``.
+
+        Returns:
+          The state and the info after the round.
+        """
+        assert self._staleness is not None and cohort.arrivals is not None
+        weights, scales = cohort.arrivals.weights, cohort.arrivals.scales
+        accumulator = self._empty(sent.operands.zero)
+        rows = jax.tree.map(lambda x: np.zeros((self.slots, *x.shape), x.dtype), self.call.entries)
+        plan = plan_round(cohort, self._layout, self._batches, self._program.loops)
+        for slot in plan.queue[0][: len(cohort)]:
+            factors = np.float32(weights[slot]), np.float32(scales[slot])
+            versions = (sent.received, started[slot]) if self._staleness.mixing else ((), ())
+            accumulator, weight = self._add(
+                sent.operands, accumulator, tuple(updates[slot]), *factors, np.int32(slot), *versions
+            )
+            own = {**updates[slot].entries, "weight": weight}
+            for all_rows, new in zip(jax.tree.leaves(rows), jax.tree.leaves(own), strict=True):
+                all_rows[slot] = new
+        return self._ended(state, cohort, sent, accumulator, rows)
+
+    def _ended(self, state: State, cohort: Cohort, sent: Sent, accumulator: Any, rows: Any) -> tuple[State, Any]:
+        after, info = self._end(*self._arguments(state, cohort, sent.plan), sent.live, accumulator, rows)
         kept = after._replace(clients=state.clients) if isinstance(state, FederatedState) else after.server
         if isinstance(info, RoundInfo):
             info = info._replace(clients=cut_rows(info.clients, cohort.slots))
@@ -201,12 +260,7 @@ class DividedRound:
         """
         count, data = len(cohort), cohort.data
         plan = plan_round(cohort, self._layout, self._batches, self._program.loops)
-        at = np.arange(self.slots)
-        memory = np.where(at < count, at, self.slots).astype(np.int32)
-        own = {"start": plan.start, "size": plan.size, "memory": memory}
-        slots = np.asarray(operands.clients.slot)[:count]
-        clients = jax.tree.map(functools.partial(_padded, self.slots), operands.clients)
-        clients = clients._replace(**jax.tree.map(jnp.asarray, own))
+        slots, clients = np.asarray(operands.clients.slot)[:count], self._own_clients(operands, plan, count)
         table: Any = ()
         if memories is not None:
             table = jax.tree.map(jnp.asarray, ClientTable(*memories.gather(cohort.clients.astype(np.int64), self.slots)))
@@ -224,6 +278,44 @@ class DividedRound:
             memories = memories.written(cohort.clients.astype(np.int64), rows, seen[:count])
         return Answer(accumulator, entries), memories
 
+    def run_each(self, operands: Operands, cohort: Cohort, rows: Any, seen: np.ndarray) -> tuple[list[Update], Any, np.ndarray]:
+        """Runs clients one after another, and returns the update of each.
+
+        Args:
+          operands, cohort: as in `run_clients`.
+          rows: what the clients keep, leaves ``[n, ...]``; () if clients keep nothing.
+          seen: ``bool [n]``, which of them have kept something before.
+
+        Returns:
+          The updates; what the clients keep if their updates count, leaves ``[n, ...]``; and which of them then keep something.
+        """
+        plan = plan_round(cohort, self._layout, self._batches, self._program.loops)
+        clients, columns = self._own_clients(operands, plan, len(cohort)), _placement.resident_columns(cohort.data, self._mesh)
+        updates, kept = [], []
+        nobody: Any = ()
+        shared = operands._replace(clients=nobody)
+        for at in range(len(cohort)):
+            stored: Any = () if rows == () else ClientTable(jax.tree.map(lambda x, at=at: x[at], rows), seen[at])
+            arrived, entries, new = self._client(shared, jax.tree.map(lambda x, at=at: x[at], clients), columns, stored)
+            updates.append(Update(*jax.device_get((arrived, entries))))
+            kept.append(jax.device_get(tuple(new)))
+        if rows == ():
+            return updates, (), seen
+        rows, seen = jax.tree.map(lambda *x: np.stack(x), *kept)
+        return updates, rows, seen
+
+    def update_of(self, leaves: Sequence[Any]) -> Update:
+        """Returns the update with these leaves, in the order of `jax.tree.leaves`."""
+        return Update(*jax.tree.unflatten(jax.tree.structure((self.call.arrived, self.call.entries)), leaves))
+
+    def _own_clients(self, operands: Operands, plan: RoundPlan, count: int) -> Any:
+        """Returns what is known of each client, leaves ``[slots, ...]``, with the places of its examples and memory here."""
+        at = np.arange(self.slots)
+        memory = np.where(at < count, at, self.slots).astype(np.int32)
+        clients = jax.tree.map(functools.partial(_padded, self.slots), operands.clients)
+        own = {"start": plan.start, "size": plan.size, "memory": memory}
+        return clients._replace(**jax.tree.map(jnp.asarray, own))
+
     # What is compiled.
 
     def _plan(self, cohort: Cohort) -> RoundPlan:
@@ -234,10 +326,11 @@ class DividedRound:
         state = state._replace(clients=()) if isinstance(state, FederatedState) else state
         return self._numbers, jax.tree.map(jnp.asarray, state), rng.typed(cohort.key), plan
 
-    def _to_call(self, *arguments: Any) -> tuple[Operands, Any]:
+    def _to_call(self, *arguments: Any) -> tuple[Operands, Any, Any]:
         values = self._started(*arguments)
         self._program.advance(0, values)
-        return self._program.operands(0, values), self._program.live_values(0, values)
+        received = self._program.sent(values) if self._staleness == Staleness(bound=0, mixing=True) else ()
+        return self._program.operands(0, values), self._program.live_values(0, values), received
 
     def _to_end(self, *arguments: Any) -> tuple[FederatedState, Any]:
         *given, live, accumulator, entries = arguments
@@ -253,6 +346,22 @@ class DividedRound:
     def _zero(self, operands: Any) -> Any:
         assert self.call.zero is not None
         return self.call.zero(operands, {})
+
+    def _added(
+        self, operands: Operands, accumulator: Any, update: Any, factor: Any, scale: Any, slot: Any, current: Any, started: Any
+    ) -> tuple[Any, Any]:
+        assert self.call.accumulate is not None and self._staleness is not None
+        sent, entries = update
+        if has_statistics := self.call.statistics != ():
+            current, started = (received and received[0] for received in (current, started))
+        weight, arrived = arrived_at_server(
+            self._staleness, sent, entries["weight"], factor, scale, current, started, has_statistics=has_statistics
+        )
+        return self.call.accumulate(operands.accumulate, {}, accumulator, arrived, weight, slot), weight
+
+    def _of_client(self, operands: Operands, own: Any, columns: Any, stored: Any) -> Any:
+        shared = operands.work, operands.server_memory
+        return self.call.run(shared, (own, columns, (), stored), self._program.first_memories)
 
     def _merged(self, operands: Any, accumulator: Any, other: Any) -> Any:
         assert self.call.merge is not None

@@ -95,6 +95,10 @@ class Execution:
         """Runs a single round; its info is not stacked."""
         raise NotImplementedError
 
+    def took_part(self, cohorts: Sequence[Cohort]) -> Sequence[Cohort]:
+        """Returns the cohorts of the rounds that `run` has just run for these: others, if clients answer when they can."""
+        return cohorts
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Jit(Execution):

@@ -142,7 +142,7 @@ class Rounds:
         # The time of rounds is not the same in all processes.
         together = self.next_cohorts(distributed.from_first(self.lengths.next(self.position)))
         self.state, infos = self.algorithm.apply_rounds(self.state, together, max_rounds=self.lengths.limit)
-        dispatch = DispatchedRounds(together, self.state, infos)
+        dispatch = DispatchedRounds(self.algorithm.execution.took_part(together), self.state, infos)
         self.position = dispatch.stop
         return dispatch
 

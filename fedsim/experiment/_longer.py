@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from fedsim.configuration import RunConfig, Settings, algorithm_class, build
-from fedsim.experiment._checkpoint import Checkpoints, Leaves
+from fedsim.experiment._checkpoint import DEPLOYMENT, Checkpoints, Leaves
 from fedsim.experiment._folder import RunFolder
 from fedsim.names import parse_call
 from fedsim.systems import Schedule, ScheduledSampler
@@ -56,7 +56,7 @@ def check_rounds(paths: RunFolder, old: RunConfig, new: RunConfig, settings: Set
             f"The algorithm {old.algorithm!r} has a field rounds, so its {finished} finished rounds may have depended on it: "
             f"{remedy}."
         )
-    if old.clock_options:
+    if old.clock_options and not (paths.path / DEPLOYMENT).exists():  # The events of a deployment are not known beforehand.
         experiments = build(old, settings), build(new, settings)
         if all(isinstance(experiment.sampler, ScheduledSampler) for experiment in experiments):
             some, others = (experiment.sampler.schedule for experiment in experiments)  # type: ignore[attr-defined]

@@ -19,13 +19,14 @@ from fedsim.algorithm import Algorithm
 from fedsim.configuration import Settings, build
 from fedsim.data import Cohort
 from fedsim.execution import call_of_updates, run_client
-from fedsim.experiment._checkpoint import Checkpoints
+from fedsim.experiment._checkpoint import DEPLOYMENT, Checkpoints
 from fedsim.experiment._dispatch import cohorts
 from fedsim.experiment._folder import RunFolder, is_sweep, read_config, stored_run, warn_of_changed_code
 from fedsim.experiment._lines import observed
 from fedsim.experiment._metrics_file import read_metrics
 from fedsim.experiment._run import State, newest_state
 from fedsim.samplers import Sampler, checked_cohort, is_steered
+from fedsim.systems import Deliveries
 
 # So many rounds are sent to the devices at once on the way from a checkpoint to the round.
 _ROUNDS_TOGETHER = 16
@@ -179,6 +180,8 @@ class RunRound:
             algorithm, sampler = experiment.algorithm, experiment.sampler
         if type(algorithm).apply is not Algorithm.apply:
             raise ValueError(f"{type(algorithm).__name__} overrides apply, so its clients cannot be run alone.")
+        if (Path(folder) / DEPLOYMENT).exists():
+            sampler = _answered(Path(folder), sampler)
         first = checked_cohort(sampler, 0)
         sampler = observed(sampler, read_metrics(RunFolder(Path(folder)).metrics)) if is_steered(sampler) else sampler
         with only_errors():
@@ -260,6 +263,20 @@ class RunRound:
             state, _ = algorithm.apply_rounds(state, together, max_rounds=_ROUNDS_TOGETHER)
             position += len(together)
         return state
+
+
+def _answered(folder: Path, sampler: Sampler) -> Sampler:
+    """Returns the sampler of a deployed run, in which clients of nodes that have not answered take no step."""
+    path = folder / "deliveries.jsonl"
+    if not path.exists():
+        return sampler
+    record = Deliveries.read(path)
+    if record.has_server_steps:
+        raise ValueError(
+            f"The updates of the run in {folder} arrived when a network delivered them: repeat the run from its record, fedsim "
+            f"run --from {folder} --deliveries {path} --rounds {len(record.lines)}, and give the folder of that run."
+        )
+    return record.sampler(sampler, len(record.lines))
 
 
 @contextlib.contextmanager

@@ -111,7 +111,8 @@ def closing_table(
         total = {name: sum(line[name] for line in clock) for name in ("updates_late", "updates_lost", "updates_dropped")}
         counts = ", ".join(f"{count:,} {name.removeprefix('updates_')}" for name, count in total.items())
         sent = sum(line["messages_down"] + line["messages_up"] for line in clock)
-        rows.append(f"simulated  {clock[-1]['simulated_seconds']:,.1f} s, {sent:,} messages; updates: {counts}")
+        kind = next(kind for kind in ("simulated", "elapsed") if f"{kind}_seconds" in clock[-1])
+        rows.append(f"{kind:<11}{clock[-1][f'{kind}_seconds']:,.1f} s, {sent:,} messages; updates: {counts}")
     if attackers:
         rows.append(f"attackers  {attackers}")
     if privacy:

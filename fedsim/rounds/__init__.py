@@ -15,6 +15,7 @@ from fedsim.rounds._client import batch_loop as batch_loop
 from fedsim.rounds._client import streams as streams
 from fedsim.rounds._client import training_steps as training_steps
 from fedsim.rounds._clients import Clients as Clients
+from fedsim.rounds._clients import arrived_at_server as arrived_at_server
 from fedsim.rounds._numbers import Made as Made
 from fedsim.rounds._numbers import Numbers as Numbers
 from fedsim.rounds._numbers import are_alike as are_alike

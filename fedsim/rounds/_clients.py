@@ -19,6 +19,7 @@ from fedsim.primitives import Placed, Placement
 from fedsim.rounds._call import Call, check_update, send_down, send_up
 from fedsim.rounds._client import Client, ClientPlan, ClientUpdate, batch_loop, client_of, client_plans, training_steps
 from fedsim.rounds._plan import RoundPlan
+from fedsim.rounds._staleness import Staleness
 from fedsim.rounds._state import (
     FederatedAlgorithm,
     FederatedState,
@@ -368,13 +369,11 @@ class Clients:
         )
         arrived, entries = message.update, message.entries
         if (staleness := self.algorithm.staleness) is not None:
-            entries = {**entries, "weight": entries["weight"] * own.weight}
-            scale = jnp.where(entries["weight"] != 0, own.scale, 0)
-            if call.statistics == ():
-                arrived = staleness.arrived(arrived, scale, self._current, received)
-            else:
-                update, moved = _without_aux(arrived)
-                arrived = _with_aux(staleness.arrived(update, scale, self._current, received), tree.scale(moved, scale))
+            weight, arrived = arrived_at_server(
+                staleness, arrived, entries["weight"], own.weight, own.scale, self._current, received,
+                has_statistics=call.statistics != (),
+            )  # fmt: skip
+            entries = {**entries, "weight": weight}
         return arrived, entries, message.memory, message.aggregator_memory, result.update
 
     def _received(self, call: Call, own: ClientPlan) -> tuple[Shared, ModelParts | tuple[()]]:
@@ -427,6 +426,34 @@ class Clients:
             num_population=jnp.asarray(plan.population[0]),
             population_examples=jnp.asarray(plan.population[1]),
         )
+
+
+def arrived_at_server(
+    staleness: Staleness, sent: Any, weight: jax.Array, factor: jax.Array, scale: jax.Array, current: Shared, started: Shared,
+    *, has_statistics: bool,
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    """Returns the weight of an update that arrives, and what the server takes for it, see `Staleness.arrived`.
+
+    Args:
+      staleness: of the algorithm.
+      sent: the update, as the client has sent it.
+      weight: its weight, ``float32 []``.
+      factor, scale: the factors of the weight and of the update, ``float32 []``, see `fedsim.data.Arrivals`.
+      current: what the server sends in this round, without running statistics.
+      started: what the client started from, without running statistics.
+      has_statistics: whether the update has running statistics of the model beside it.
+
+    >>> weight, update = arrived_at_server(
+    ...     Staleness(bound=1), jnp.array([2.0, 4.0]), *map(jnp.float32, (3, 1, 0.5)), (), (), has_statistics=False)
+    >>> weight.item(), update.tolist()
+    (3.0, [1.0, 2.0])
+    """
+    weight = weight * factor
+    scale = jnp.where(weight != 0, scale, 0)
+    if not has_statistics:
+        return weight, staleness.arrived(sent, scale, current, started)
+    update, moved = _without_aux(sent)
+    return weight, _with_aux(staleness.arrived(update, scale, current, started), tree.scale(moved, scale))
 
 
 def _with_aux_mean(aggregator: Aggregator) -> Aggregator:

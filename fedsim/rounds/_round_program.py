@@ -366,6 +366,14 @@ class RoundProgram:
         """Returns the state and the info after the round, when the server has reached the end."""
         return jax.tree.unflatten(jax.tree.structure(self._shapes), [_read(values, x) for x in self._jaxpr.outvars])
 
+    def sent(self, values: Values) -> Any:
+        """Returns what the server sends in a round of an algorithm with ``Staleness(bound=0)``, once the call is reached.
+
+        With running statistics of the model, it is a pair of the rest and of these.
+        """
+        past = jax.tree.unflatten(jax.tree.structure(self._shapes), self._jaxpr.outvars)[0].past
+        return jax.tree.map(lambda x: _read(values, x)[0], past)
+
     def reads_of_server(self) -> dict[str, list[str]]:
         """Returns what the server's state after the round depends on besides the accumulators of calls, by where it is from.
 

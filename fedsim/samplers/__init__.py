@@ -23,6 +23,7 @@ from fedsim.samplers._oort import Oort as Oort
 from fedsim.samplers._poisson import PoissonSampler as PoissonSampler
 from fedsim.samplers._power_of_choice import PowerOfChoice as PowerOfChoice
 from fedsim.samplers._protocol import Sampler as Sampler
+from fedsim.samplers._sampler import WrappedSampler as WrappedSampler
 from fedsim.samplers._schedule import ScheduleSampler as ScheduleSampler
 from fedsim.samplers._shuffled import ShuffledSampler as ShuffledSampler
 from fedsim.samplers._steered import SteeredSampler as SteeredSampler

@@ -72,6 +72,14 @@ class WrappedSampler:
 
     Args:
       sampler: the sampler that chooses the cohorts.
+
+    >>> import dataclasses, fedsim
+    >>> class HalfWork(WrappedSampler):
+    ...     def _transform(self, cohort):
+    ...         return dataclasses.replace(cohort, work=np.full(len(cohort), 0.5))
+    >>> data = FederatedData.from_arrays({"x": np.zeros(4)}, sizes=[2, 2])
+    >>> HalfWork(fedsim.UniformSampler(data, clients=2, seed=0)).cohort(0).work.tolist()
+    [0.5, 0.5]
     """
 
     def __init__(self, sampler: Sampler) -> None:

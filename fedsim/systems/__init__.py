@@ -7,6 +7,7 @@ from fedsim.names import by_name
 from fedsim.systems._availability import Diurnal as Diurnal
 from fedsim.systems._availability import Traces as Traces
 from fedsim.systems._clocked import ClockedSampler as ClockedSampler
+from fedsim.systems._deliveries import Deliveries as Deliveries
 from fedsim.systems._devices import Devices as Devices
 from fedsim.systems._dispatch import Dispatch as Dispatch
 from fedsim.systems._dispatch import Policy as Policy

@@ -34,7 +34,8 @@ class ScheduledSampler:
 
     Args:
       sampler: the sampler that the schedule was made with.
-      schedule: all server steps of the run.
+      schedule: all server steps of the run, or some that follow one another.
+      start: the number of the first of them.
 
     Attributes:
       data, key: those of ``sampler``.
@@ -48,12 +49,12 @@ class ScheduledSampler:
     [2.0, 4.0]
     """
 
-    def __init__(self, sampler: Sampler, schedule: Schedule) -> None:
+    def __init__(self, sampler: Sampler, schedule: Schedule, start: int = 0) -> None:
         first = checked_cohort(sampler, 0)
         if first.rows is not None:
             raise ValueError("Expected a sampler whose clients have all of their examples, got Arriving: leave it out.")
         self.sampler, self.schedule, self.data, self.key = sampler, schedule, first.data, first.key
-        self.clients = int(schedule.steps.updates.max())
+        self.clients, self._start = int(schedule.steps.updates.max()), start
         self._has_roles = first.attack is not None or first.work is not None  # attackers or stragglers
         self._attack, self._bounds = first.attack, np.concatenate([[0], np.cumsum(schedule.steps.updates)])
         self._selected = functools.lru_cache(maxsize=64)(lambda round: checked_cohort(sampler, round, first))
@@ -61,9 +62,11 @@ class ScheduledSampler:
     def cohort(self, round: int) -> Cohort:
         """Returns the cohort of a server step."""
         round = operator.index(round)
-        if not 0 <= round < len(self.schedule.steps.time):
-            raise ValueError(f"Expected a round in [0, {len(self.schedule.steps.time)}), the schedule, got round={round}.")
-        stretch = slice(self._bounds[round], self._bounds[round + 1])
+        stop = self._start + len(self.schedule.steps.time)
+        if not self._start <= round < stop:
+            raise ValueError(f"Expected a round in [{self._start}, {stop}), the schedule, got round={round}.")
+        at = round - self._start
+        stretch = slice(self._bounds[at], self._bounds[at + 1])
         updates = Updates(*(field[stretch] for field in self.schedule.updates))
         chosen = zip(updates.client, updates.round, strict=True)
         found = [self._find(int(client), int(number)) for client, number in chosen] if self._has_roles else []
@@ -82,7 +85,7 @@ class ScheduledSampler:
             attack=self._attack,
             attackers=attackers,
             arrivals=arrivals,
-            measures=self._measures(round),
+            measures=self._measures(at),
         )
 
     def _find(self, client: int, round: int) -> tuple[Cohort, int]:
@@ -101,10 +104,10 @@ class ScheduledSampler:
         """Returns the cohorts of server steps ``start`` to ``stop - 1``."""
         return (self.cohort(r) for r in range(start, stop))
 
-    def _measures(self, round: int) -> dict[str, float]:
+    def _measures(self, at: int) -> dict[str, float]:
         steps = self.schedule.steps
-        counts = {_MEASURES[name]: int(getattr(steps, name)[round]) for name in _MEASURES}
-        return {"simulated_seconds": float(steps.time[round]), **counts}
+        counts = {_MEASURES[name]: int(getattr(steps, name)[at]) for name in _MEASURES}
+        return {"simulated_seconds": float(steps.time[at]), **counts}
 
 
 def _is_attacker(cohort: Cohort, place: int) -> bool:

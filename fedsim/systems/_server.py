@@ -1,4 +1,4 @@
-"""The server of a simulation, and the base class of the synchronization models that act on it."""
+"""The server that synchronization models act on, on a virtual clock, and the base class of these models."""
 
 from __future__ import annotations
 
@@ -81,6 +81,8 @@ class Synchronization:
 
 class Server:
     """The server of a simulation: what it knows, and what a synchronization model can let it do.
+
+    The server of a deployment, `fedsim.deployment.RealServer`, is a subclass in which updates arrive when nodes have sent them.
 
     Attributes:
       now: the time in seconds.
@@ -227,6 +229,8 @@ class Server:
         """
         most_passed_over = _MOST_PASSED_OVER + 2 * _MOST_SKIPPED_PER_CLIENT * len(self._steps)
         idle = self._idle_events > _MOST_IDLE_EVENTS + 10 * self.expected or self._passed_over > most_passed_over
+        if not idle:
+            self._wait_for_event()
         if idle or not self._events:
             raise ValueError(self._why_it_cannot_go_on(model))
         self.now, _, kind, payload = heapq.heappop(self._events)
@@ -328,6 +332,9 @@ class Server:
         self.buffer[:] = left
         self._late = [number for number in self._late if number not in numbers]
         self._sending.difference_update(update.client for update in updates)
+
+    def _wait_for_event(self) -> None:
+        """Waits until the next event has happened. On a virtual clock all events are known before they happen."""
 
     def _push(self, time: float, kind: str, payload: Any) -> None:
         # While the server is down, nothing happens on it.

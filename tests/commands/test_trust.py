@@ -59,7 +59,7 @@ EVIL = [
 ]
 
 # Their texts are names of files, which are only read.
-FILES = ("data", "init_from", "faults", "client_traces")
+FILES = ("data", "init_from", "faults", "client_traces", "deliveries")
 
 PLACES = [
     *(field.name for field in dataclasses.fields(RunConfig) if field.name not in FILES),

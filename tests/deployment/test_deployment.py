@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -190,6 +191,35 @@ def test_the_model_is_taken_out_while_a_run_goes_on_and_starts_another_one(tmp_p
     assert jax.tree.all(
         jax.tree.map(lambda a, b: bool(jnp.all(a == b)), list(taken_out.values()), jax.tree.leaves(first.params))
     )
+
+
+@pytest.mark.slow
+def test_a_deployed_round_is_repeated_with_the_clients_that_answered(tmp_path):
+    """In round 2 the answer of node 1 is lost: the state before round 3, and a simulation by the record, are without it."""
+    algorithm, sampler = federation("FedAvg")
+    (tmp_path / "deployment.json").write_text('{"nodes": 2}')
+    nodes = NearNodes(lambda: federation("FedAvg"), tmp_path, 2)
+    apart = deployed(algorithm, tmp_path, nodes)
+    state = apart.init(jax.random.key(0))
+    for round in range(3):
+        nodes.unheard = {1} if round == 1 else set()
+        with contextlib.nullcontext() if round != 1 else pytest.warns(UserWarning, match="Node 1 did not answer in round 2"):
+            state, _ = apart.apply(state, sampler.cohort(round))
+    record = fedsim.systems.Deliveries.read(tmp_path / "deliveries.jsonl")
+    other, again = algorithm.init(jax.random.key(0)), record.sampler(sampler, 3)
+    for round in range(3):
+        other, _ = algorithm.apply(other, again.cohort(round))
+    assert largest_difference(state.params, other.params) < 1e-6
+    assert largest_difference(other.params, _simulated(algorithm, sampler, 3).params) > 1e-4
+    with pytest.raises(ValueError, match="Expected rounds <= 3, the rounds in .*, got rounds=4"):
+        record.sampler(sampler, 4)
+
+
+def _simulated(algorithm, sampler, rounds):
+    state = algorithm.init(jax.random.key(0))
+    for round in range(rounds):
+        state, _ = algorithm.apply(state, sampler.cohort(round))
+    return state
 
 
 def test_a_node_reports_its_errors_and_other_data(tmp_path):
