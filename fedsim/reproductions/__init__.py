@@ -18,6 +18,7 @@ from fedsim.reproductions._fedavg_mnist import FEDAVG
 from fedsim.reproductions._fedprox_stragglers import FEDPROX
 from fedsim.reproductions._few_labels import FEW_LABELS
 from fedsim.reproductions._four_ways import FOUR_WAYS
+from fedsim.reproductions._opacus_mnist import OPACUS_MNIST
 from fedsim.reproductions._personalization_femnist import PERSONALIZATION
 from fedsim.reproductions._qffl_fairness import QFFL
 from fedsim.reproductions._random_quadratics import RANDOM_QUADRATICS
@@ -64,6 +65,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         FEW_LABELS,
         TRANSFER,
         ATTACKS_AND_DEFENSES,
+        OPACUS_MNIST,
     )
 }
 

@@ -414,6 +414,7 @@ TINY = [
     ("vertical", ["digits", "digits-overlap", "digits-missing", "breast", "adult", "a9a"]),
     ("few_labels", ["digits-clients-10", "digits-server-10"]),
     ("transfer", ["labels", "domain"]),
+    ("opacus_mnist", ["epsilon-1"]),
 ]
 
 
