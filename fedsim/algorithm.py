@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fedsim import checks
-from fedsim.aggregators import Aggregator, GaussianMechanism, LocallyNoised, Mean, SecureMean, Wrapper
+from fedsim.aggregators import Aggregator, DistributedMechanism, GaussianMechanism, LocallyNoised, Mean, SecureMean, Wrapper
 from fedsim.compressors import Compressor
 from fedsim.data import Batches, Cohort, FederatedData
 from fedsim.execution import Auto, Execution, cut_rows, remembered, watch_problems
@@ -261,6 +261,11 @@ class Algorithm:
                 f"Expected weighting='uniform' with GaussianMechanism, got weighting='examples' in {type(self).__name__}: with "
                 "weights that have no bound, one client could change the sum by any amount. Choose uniform weights, or give "
                 "the mechanism a largest_weight, such as 100 examples, and a denominator for such weights."
+            )
+        if isinstance(mechanism, DistributedMechanism) and by_examples:
+            raise ValueError(
+                f"Expected weighting='uniform' with DistributedMechanism, got weighting='examples' in {type(self).__name__}: "
+                "clients add their noise before the sum, so all have the same weight. Choose uniform weights."
             )
 
     def _check_parts(self, model: Model) -> None:

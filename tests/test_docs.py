@@ -182,6 +182,7 @@ WITHOUT_NAME = {
         "GaussianMechanism",
         "LocallyNoised",
         "MatrixMechanism",
+        "DistributedMechanism",
         "StackAggregator",
     ),
     *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),

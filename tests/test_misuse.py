@@ -188,6 +188,7 @@ REGISTERED = {
     **decentralized.ALGORITHMS,
     **aggregators.AGGREGATORS,
     **{cls.__name__: cls for cls in (aggregators.Clipped, aggregators.GaussianMechanism, aggregators.Grouped)},
+    "DistributedMechanism": aggregators.DistributedMechanism,
     **{cls.__name__: cls for cls in (aggregators.LocallyNoised, aggregators.MatrixMechanism)},
     **fedsim.compressors.COMPRESSORS,
     **attacks.ATTACKS,

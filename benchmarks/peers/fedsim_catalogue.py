@@ -137,6 +137,7 @@ def aggregators_and_compressors(model: fedsim.Model, task: workload.Task) -> dic
         "Bucketing(CoordinateMedian)": aggregators.Bucketing(2, inner=aggregators.CoordinateMedian()),
         "MinNorm": aggregators.MinNorm(),
         "SecureMean": aggregators.SecureMean(max_weight=100.0),
+        "DistributedMechanism": aggregators.DistributedMechanism(1e-3, clip=1.0, clients=task.clients),
     }
     senders: dict[str, compressors.Compressor] = {cls.__name__: cls() for cls in compressors.COMPRESSORS.values()}
     senders["Eden, 4 bits"] = compressors.Eden(bits=4)

@@ -19,6 +19,7 @@ from fedsim.aggregators._centred_clipping import CentredClipping as CentredClipp
 from fedsim.aggregators._clipped import Clipped as Clipped
 from fedsim.aggregators._compressed import Compressed as Compressed
 from fedsim.aggregators._coordinate_median import CoordinateMedian as CoordinateMedian
+from fedsim.aggregators._distributed_mechanism import DistributedMechanism as DistributedMechanism
 from fedsim.aggregators._divide_and_conquer import DivideAndConquer as DivideAndConquer
 from fedsim.aggregators._flame import FLAME as FLAME
 from fedsim.aggregators._fltrust import FLTrust as FLTrust

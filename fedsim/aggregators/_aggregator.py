@@ -48,9 +48,11 @@ class Aggregator:
       adds_weights: whether the aggregate is a sum, in which a weight multiplies the update, and not a mean.
       skips_empty_rounds: whether a round in which no update arrives leaves the state unchanged. A mechanism of differential
         privacy must not show that.
+      is_secure: whether clients send masked integers, of which the server sees no more than the sum of several clients.
     """
 
     adds_weights: ClassVar[bool] = False
+    is_secure: ClassVar[bool] = False
     skips_empty_rounds: ClassVar[bool] = True
 
     @property

@@ -9,7 +9,7 @@ rounded to the nearest level, and not at random.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,8 @@ class SecureMean(SumAggregator):
     >>> [round(x, 4) for x in mean.finish(accumulator)["w"].tolist()]  # -50 is clipped to -8
     [2.5, -3.0]
     """
+
+    is_secure: ClassVar[bool] = True
 
     _: dataclasses.KW_ONLY
     max_weight: float
@@ -155,7 +157,8 @@ class SecureMean(SumAggregator):
 
 def check_not_secure(wrapper: Wrapper, reason: str) -> None:
     """Raises ``ValueError`` if the innermost aggregator is a `SecureMean`, for wrappers that need more than a sum."""
-    if isinstance(wrapper.innermost, SecureMean):
+    inner = wrapper.innermost
+    if inner.is_secure:
         raise ValueError(
-            f"Expected an aggregator other than SecureMean inside {type(wrapper).__name__}, got {wrapper.innermost}: {reason}"
+            f"Expected an aggregator other than {type(inner).__name__} inside {type(wrapper).__name__}, got {inner}: {reason}"
         )

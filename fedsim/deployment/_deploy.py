@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import checks, datasets
-from fedsim.aggregators import GaussianMechanism, SecureMean, StackAggregator
+from fedsim.aggregators import GaussianMechanism, StackAggregator
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import Experiment, RunConfig, Settings, synchronization_of
 from fedsim.deployment._build_deployed import OF_SERVER, build_deployed, has_server_steps
@@ -188,7 +188,7 @@ def check_deployable(built: Experiment, nodes: int) -> None:
             name, reason = type(aggregator).__name__, "it needs every single update and nodes send sums"
         elif isinstance(aggregator, GaussianMechanism):
             name, reason = type(aggregator).__name__, "nodes would send sums without its noise, which the server adds"
-        elif isinstance(aggregator, SecureMean):
+        elif aggregator.is_secure:
             name, reason = type(aggregator).__name__, "nodes would send sums without masks"
         aggregator = getattr(aggregator, "inner", None)
     if reason:

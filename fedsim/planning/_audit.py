@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 
-from fedsim.aggregators import SecureMean, StackAggregator
+from fedsim.aggregators import Aggregator, DistributedMechanism, SecureMean, StackAggregator
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
 from fedsim.execution import check_cohorts, federated_round
@@ -97,5 +97,12 @@ def audit(algorithm: Algorithm, cohort: Cohort) -> Audit:
         leaks=tuple(dataclasses.replace(leak, result=f"state{leak.result.removeprefix('result[0]')}") for leak in of_state),
         reported=tuple(sorted(name.strip("[]'") for name in named)),
         collects=type(inner).__name__ if isinstance(inner, StackAggregator) else "",
-        minimum=inner.minimum if isinstance(inner, SecureMean) else 1,
+        minimum=_minimum(inner),
     )
+
+
+def _minimum(aggregator: Aggregator) -> int:
+    """Returns the fewest clients whose sum the server sees; 1 if it sees every update."""
+    if isinstance(aggregator, DistributedMechanism):
+        return aggregator.minimum or aggregator.clients
+    return aggregator.minimum if isinstance(aggregator, SecureMean) else 1

@@ -15,6 +15,7 @@ from fedsim.privacy._factorization import buffered_toeplitz as buffered_toeplitz
 from fedsim.privacy._factorization import max_loss as max_loss
 from fedsim.privacy._factorization import noise_matrix as noise_matrix
 from fedsim.privacy._factorization import sensitivity as sensitivity
+from fedsim.privacy._distributed_noise import distributed_epsilon as distributed_epsilon
 from fedsim.privacy._guarantee import Guarantee as Guarantee
 from fedsim.privacy._guarantee import calibrated as calibrated
 from fedsim.privacy._guarantee import check as check

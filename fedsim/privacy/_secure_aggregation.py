@@ -87,7 +87,7 @@ class SecureAggregation:
       ValueError: an attribute is out of its range.
 
     >>> vectors = np.array([[1, 2], [10, 20], [100, 200], [1000, 2000]], np.uint32)
-    >>> result = SecureAggregation(threshold=2).run(vectors, jax.random.key(0), dropped={"vector": [1]})
+    >>> result = SecureAggregation(threshold=2).run(vectors, seed=0, dropped={"vector": [1]})
     >>> result.sum.tolist(), result.counted
     ([1101, 2202], [0, 2, 3])
     """
@@ -107,13 +107,15 @@ class SecureAggregation:
                 f"Expected a threshold of at most neighbors={self.neighbors}, got {self.threshold}: no others have shares."
             )
 
-    def run(self, vectors: np.ndarray, key: jax.Array, *, dropped: Mapping[str, Collection[int]] | None = None) -> Aggregated:
+    def run(
+        self, vectors: np.ndarray, seed: int | jax.Array, *, dropped: Mapping[str, Collection[int]] | None = None
+    ) -> Aggregated:
         """Runs the protocol.
 
         Args:
           vectors: a vector of each client, ``uint32 [n, d]``, below 2^modulus_bits: for example what
             `fedsim.aggregators.SecureMean.quantized` returns.
-          key: the random key of all draws.
+          seed: of all draws, or their root key.
           dropped: the positions of clients that send nothing any more from a step on: ``"keys"``, ``"shares"``, ``"vector"`` or
             ``"unmasking"``. Who drops out at ``"unmasking"`` counts in the sum, because its vector has arrived.
 
@@ -121,12 +123,13 @@ class SecureAggregation:
           ValueError: an argument is out of its range, or too many clients dropped out, so that the sum is not revealed.
         """
         missing = self._checked(vectors, dropped or {})
-        clients = [_Client(self, i, x, rng.generator(np.asarray(rng.words(key)), i + 1)) for i, x in enumerate(vectors)]
+        words = np.asarray(rng.words(rng.root(seed)))
+        clients = [_Client(self, i, x, rng.generator(words, i + 1)) for i, x in enumerate(vectors)]
         costs = _Costs(np.zeros(len(clients), np.int64), np.zeros(len(clients), np.int64), np.zeros(len(clients)))
 
         # Clients advertise two public keys each, which the server sends to their neighbours.
         present = [i for i in range(len(clients)) if i not in missing["keys"]]
-        neighbors = self._neighbors(present, rng.generator(np.asarray(rng.words(key))))
+        neighbors = self._neighbors(present, rng.generator(words))
         public = {i: costs.timed(i, clients[i].advertise) for i in present}
         for i in present:
             costs.up[i] += 2 * _BYTES
@@ -287,13 +290,21 @@ def _agreed(secret: int, public: int) -> int:
 
 def _with_masks(vector: np.ndarray, masks: Iterable[tuple[int, bool]]) -> np.ndarray:
     """Returns a vector to which the masks of seeds are added, or from which they are subtracted, modulo 2^32."""
-    streams = [(np.random.SFC64(np.random.SeedSequence(seed)), np.add if added else np.subtract) for seed, added in masks]
+    streams = [
+        (np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed))), np.add if added else np.subtract)
+        for seed, added in masks
+    ]
     total = vector.copy()
     for start in range(0, len(total), _BLOCK):  # a block stays in the cache of a core while all masks are added to it
         block = total[start : start + _BLOCK]
         for stream, operation in streams:
-            operation(block, stream.random_raw(_BLOCK // 2).view(np.uint32)[: len(block)], out=block)
+            operation(block, _random_words(stream).view(np.uint32)[: len(block)], out=block)
     return total
+
+
+def _random_words(stream: np.random.Generator) -> np.ndarray:
+    """Returns the next random bits, ``uint64``, by a function that releases the interpreter's lock, unlike ``random_raw``."""
+    return stream.integers(2**64 - 1, size=_BLOCK // 2, dtype=np.uint64, endpoint=True)
 
 
 def _divided(secret: int, threshold: int, holders: Iterable[int], generator: np.random.Generator) -> dict[int, int]:

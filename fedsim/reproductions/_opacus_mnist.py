@@ -76,7 +76,7 @@ CASES = {
 
 
 def network() -> Model:
-    """Returns Opacus' network for MNIST: two convolutions, each with max pooling of stride 1, and a hidden layer of 32 units."""
+    """Returns Opacus' network: two convolutions, each with max pooling of stride 1, and a hidden layer of 32 units."""
 
     def convolution(x: jax.Array, channels: int, size: int) -> jax.Array:
         x = jax.nn.relu(models.Conv2D(channels, size, 2, padding="VALID", **_initializers(size * size * x.shape[-1]))(x))
@@ -114,9 +114,8 @@ def earlier_epsilon(noise: float, rounds: int, rate: float = RATE, delta: float 
 
     def divergence(order: int) -> float:
         k = np.arange(order + 1)
-        chances = (
-            gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1) + k * np.log(rate) + (order - k) * np.log1p(-rate)
-        )
+        combinations = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
+        chances = combinations + k * np.log(rate) + (order - k) * np.log1p(-rate)
         return float(logsumexp(chances + (k * k - k) / (2 * noise**2))) / (order - 1)
 
     return min(rounds * divergence(order) - np.log(delta) / (order - 1) for order in range(2, 64))
@@ -193,8 +192,8 @@ OPACUS_MNIST = Reproduction(
     duration="accountant: seconds; 15 epochs: 20 min for each seed, 60 epochs: 80 min",
     required_data="MNIST: DIR/mnist with the four idx files, or a download of 12 MB",
     cases=_cases,
-    notes="A client is one image, and every client takes part in a round with probability 0.004. Its gradient is clipped, and the "
-    "sum of a round is divided by 240, with Gaussian noise. Opacus' README states ε of the same commands as 6.86, 2.91 and 1.16 "
-    "in one version and as 7.10, 3.01 and 1.19 in another; the former belong to the sample rate 0.004 and 250 rounds per epoch. "
-    "*ours* is ε as Opacus computed it, by Rényi divergences. The network and its initial distribution are Opacus'.",
+    notes="A client is one image, and every client takes part in a round with probability 0.004. Its gradient is clipped, and "
+    "the sum of a round is divided by 240, with Gaussian noise. Opacus' README states ε of the same commands as 6.86, 2.91 and "
+    "1.16 in one version and as 7.10, 3.01 and 1.19 in another; the former belong to the sample rate 0.004 and 250 rounds per "
+    "epoch. *ours* is ε as Opacus computed it, by Rényi divergences. The network and its initial distribution are Opacus'.",
 )

@@ -53,7 +53,7 @@ REFUSED = {
     "rounds": [
         compressors.Cast(), compressors.UniformQuantizer(), compressors.IntegerQuantizer(), compressors.QSGD(),
         compressors.RotatedUniformQuantizer(), compressors.TernGrad(), compressors.Eden(),
-        aggregators.SecureMean(max_weight=12.0),
+        aggregators.SecureMean(max_weight=12.0), aggregators.DistributedMechanism(1.0, clip=1.0, clients=3),
     ],
 }  # fmt: skip
 ATTACKS = {

@@ -10,7 +10,18 @@ import optax
 import pytest
 
 import fedsim
-from fedsim.aggregators import AuxMean, Bucketing, Clipped, Compressed, Grouped, Mean, SecureMean
+from fedsim.aggregators import (
+    AuxMean,
+    Bucketing,
+    Clipped,
+    Compressed,
+    CoordinateMedian,
+    Grouped,
+    Krum,
+    Mean,
+    SecureMean,
+    TrimmedMean,
+)
 from fedsim.privacy import SecureAggregation
 from fedsim.privacy._secure_aggregation import _Client, _divided, _reconstructed
 
@@ -47,6 +58,23 @@ def test_the_sum_is_taken_modulo_the_given_power_of_two():
     result = SecureAggregation(threshold=3, modulus_bits=13).run(x, KEY, dropped={"vector": [5]})
     np.testing.assert_array_equal(result.sum, np.delete(x, 5, axis=0).sum(0) % 2**13)
     assert result.received.max() < 2**13
+
+
+def test_a_seed_gives_what_its_key_gives():
+    x, protocol = vectors(), SecureAggregation(threshold=4)
+    one, other, third = (protocol.run(x, seed).received for seed in (3, KEY, 4))
+    np.testing.assert_array_equal(one, other)
+    assert (one != third).any()
+
+
+@pytest.mark.parametrize("name", ["krum", "trimmed_mean", "coordinate_median"])
+def test_the_audit_tells_robust_aggregators_from_a_norm_that_clients_keep(name):
+    robust = {"krum": Krum(attackers=1), "trimmed_mean": TrimmedMean(0.2), "coordinate_median": CoordinateMedian()}[name]
+    seen = str(fedsim.audit(fedavg(robust, fedsim.Jit()), federation.cohort()))
+    assert "needs every client's update" in seen and "no more than the sum" not in seen
+    bounded = Clipped(1.0, inner=SecureMean(max_weight=12.0, minimum=4))
+    seen = str(fedsim.audit(fedavg(bounded, fedsim.Jit()), federation.cohort()))
+    assert "no more than the sum of at least 4" in seen and "needs every" not in seen
 
 
 def test_bytes_are_those_of_the_messages():
