@@ -132,7 +132,7 @@ class DistributedMechanism(SumAggregator):
         Of the rotated updates, each coordinate is taken as sub-Gaussian with the variance c² / d (section 4.2 of the paper).
         2^b = 2 k √(c² n² / d + (γ² / 4 + σ²) n) / γ.
 
-        >>> round(DistributedMechanism(0.0893777, clip=0.3, clients=100, wrap_probability=6.334e-5).scale(2**20))
+        >>> round(DistributedMechanism(0.893777, clip=0.03, clients=100, wrap_probability=6.3342e-5).scale(2**20))
         303711
         """
         n, k = self.clients, self.num_deviations

@@ -8,7 +8,7 @@ denominator changes it.
 
 Its README states ε of the same commands as 6.86, 2.91 and 1.16 in one version and as 7.10, 3.01 and 1.19 in another. Its
 sample rate is 0.004, so an epoch has 250 rounds. With these, the accountant that Opacus used, Rényi divergences and
-ε = ρ(α) + log(1/δ) / (α - 1), gives the former; the latter belong to a sample rate of 256/60,000.
+ε = ρ(α) + log(1/δ) / (α - 1), gives the former; the latter are within 0.3 % of those of a sample rate of 256/60,000.
 
 Deviations: none that is known. Initial weights are drawn from PyTorch's distributions, and images are standardized by the same
 mean and deviation.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 
 import haiku as hk
@@ -118,7 +119,7 @@ def earlier_epsilon(noise: float, rounds: int, rate: float = RATE, delta: float 
         chances = combinations + k * np.log(rate) + (order - k) * np.log1p(-rate)
         return float(logsumexp(chances + (k * k - k) / (2 * noise**2))) / (order - 1)
 
-    return min(rounds * divergence(order) - np.log(delta) / (order - 1) for order in range(2, 64))
+    return min(rounds * divergence(order) - math.log(delta) / (order - 1) for order in range(2, 64))
 
 
 def _cases(request: Request) -> Mapping[str, Case]:
