@@ -133,7 +133,7 @@ class DistributedMechanism(SumAggregator):
         2^b = 2 k √(c² n² / d + (γ² / 4 + σ²) n) / γ.
 
         >>> round(DistributedMechanism(0.893777, clip=0.03, clients=100, wrap_probability=6.3342e-5).scale(2**20))
-        303711
+        303712
         """
         n, k = self.clients, self.num_deviations
         variance = self.clip**2 * n**2 / padded(size) + n * self.local_deviation**2
