@@ -101,6 +101,7 @@ PAPERS = {
     "fedbn": "2102.07623",
     "fedala": "2212.01197",
     "fedproto": "2105.00243",
+    "feddistill": "1811.11479",
     "heterofl": "2010.01264",
     "hypcluster": "2002.10619",
     "ifca": "2006.04088",

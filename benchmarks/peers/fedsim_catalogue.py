@@ -87,6 +87,7 @@ def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
         "FedBN": Entry(of.FedBN(**common, norm="*/b")),  # biases stand for normalizations, which the models do not have
         "FedALA": Entry(of.FedALA(**common), preview=1),
         "FedProto": Entry(of.FedProto(**common), preview=FORWARD),
+        "FedDistill": Entry(of.FedDistill(**common), preview=FORWARD),
         "HeteroFL": Entry(of.HeteroFL(**common)),  # simulates sub-networks as whole ones
         "FixMatch": Entry(of.FixMatch(**common), step=2, preview=FORWARD),  # weakly and strongly augmented examples
         "FedMatch": Entry(of.FedMatch(**common), step=3, preview=FORWARD),  # one for sigma, two for psi

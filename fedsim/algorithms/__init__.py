@@ -16,6 +16,7 @@ from fedsim.algorithms._fedbabu import FedBABU as FedBABU
 from fedsim.algorithms._fedbn import FedBN as FedBN
 from fedsim.algorithms._fedcm import FedCM as FedCM
 from fedsim.algorithms._feddc import FedDC as FedDC
+from fedsim.algorithms._feddistill import FedDistill as FedDistill
 from fedsim.algorithms._feddyn import FedDyn as FedDyn
 from fedsim.algorithms._fedexp import FedExP as FedExP
 from fedsim.algorithms._fedmatch import FedMatch as FedMatch
@@ -72,8 +73,8 @@ FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     ),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg, FedMGDA),
     "Personalization": (
-        *(APFL, Ditto, FedPer, FedRep, LGFedAvg, FedBABU, FedBN, FedALA, FedProto, HypCluster, IFCA),
-        *(PerFedAvg, PFedMe, Reptile),
+        *(APFL, Ditto, FedPer, FedRep, LGFedAvg, FedBABU, FedBN, FedALA, FedProto, FedDistill),
+        *(HypCluster, IFCA, PerFedAvg, PFedMe, Reptile),
     ),
     "Few labels": (FixMatch, FedMatch),
     "Selective sharing": (DSSGD,),

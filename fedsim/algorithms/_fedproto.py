@@ -120,14 +120,18 @@ class FedProto(Algorithm):
         """Returns the loss without the distance to prototypes. Override this method to use another loss."""
         return self.model.train_loss(params, batch)
 
+    def distance(self, features: jax.Array, means: jax.Array) -> jax.Array:
+        """Returns the distance of each example from the mean of its class, ``float32 [n]``, both ``float [n, features]``."""
+        return jnp.mean(jnp.square(features - means), axis=1)
+
     def local_training(self, shared: FedProtoState, client: Client) -> LocalTraining:
         """Returns how a client trains, with the distance to prototypes."""
         training = LocalTraining.of(self, shared)
 
         def loss(params: Params, batch: Batch) -> jax.Array:
             label = batch.examples["y"]
-            squares = jnp.square(self._features(params, batch.examples, batch.key) - shared.params[label])
-            distance = jnp.where(shared.known[label], jnp.mean(squares, axis=1), 0.0)
+            features = self._features(params, batch.examples, batch.key)
+            distance = jnp.where(shared.known[label], self.distance(features, shared.params[label]), 0.0)
             return training.loss(params, batch) + self.lam * metrics.masked_mean(distance, batch.mask)
 
         return dataclasses.replace(training, loss=loss)

@@ -37,6 +37,8 @@ class LGFedAvg(OwnHead, FedAvg):
     (['linear_2'], ['linear', 'linear_1'])
     """
 
+    capabilities = dataclasses.replace(OwnHead.capabilities, minimizes=False)  # Clients may keep all that is trained.
+
     def split(self, params: Params) -> tuple[Params, Params]:
         """Returns what is sent, the head, and what clients keep, the body."""
         body, head = super().split(params)

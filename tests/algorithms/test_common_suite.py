@@ -396,7 +396,8 @@ def check_derivatives(cls_name, **changes):
     numbers = {name: 0.5 if name == "b2" else value for name, value in numbers_of(algorithm).items() if value}
     numbers |= {name: rate for name, rate in {"client_optimizer": 0.2, "server_optimizer": 0.7}.items() if name in names}
     draw, state = np.random.default_rng(0), algorithm.init(jax.random.key(1))
-    start = getattr(state, "params", state)
+    server = parts_of(state).server
+    start = getattr(server, "params", server)
     direction = jax.tree.map(lambda x: jnp.asarray(0.2 * draw.normal(size=x.shape) * is_float(x), x.dtype), start)
     cohorts = rounds(federation.data())
 
@@ -406,7 +407,8 @@ def check_derivatives(cls_name, **changes):
         momentum = {"client_optimizer": 0.5, "server_optimizer": None}
         made = {name: optax.sgd(x, momentum[name]) if name in momentum else x for name, x in values.items()}
         moved = jax.tree.map(lambda x, d: x + at[""] * d if is_float(x) else x, start, direction)
-        moved = state._replace(params=moved) if hasattr(state, "params") else moved
+        moved = server._replace(params=moved) if hasattr(server, "params") else moved
+        moved = moved if state is server else state._replace(server=moved)
         after, _ = fedsim.differentiable(make(cls_name, **{**changes, **made})).apply_rounds(moved, cohorts)
         return sum(jnp.mean(jnp.sin(2 * x + 1)) for x in jax.tree.leaves(after) if is_float(x))
 
@@ -444,7 +446,7 @@ def deep_model(first=None):
 def trains_frozen_models(cls):
     """Whether the server has all parameters that are not frozen, which are not divided by a field of the algorithm."""
     fields = {field.name for field in dataclasses.fields(cls)}
-    return "model" in fields and not fields & {"head", "norm", "widths"} and cls is not fedsim.algorithms.FedProto
+    return "model" in fields and not fields & {"head", "norm", "widths"} and not issubclass(cls, fedsim.algorithms.FedProto)
 
 
 @pytest.mark.first(1)

@@ -1,4 +1,4 @@
-"""MOON and FedProto: agreement with rounds in float64, written from the papers, and models of other forms."""
+"""MOON, FedProto and FedDistill: agreement with rounds in float64, written from the papers, and models of other forms."""
 
 import federation
 import haiku as hk
@@ -10,7 +10,7 @@ from network_models import BATCHES, RATE, client_memories, cohorts, make, numpy_
 from network_models import start as start_of
 
 import fedsim
-from fedsim.algorithms import MOON, FedAvg, FedProto
+from fedsim.algorithms import MOON, FedAvg, FedDistill, FedProto
 
 
 def hidden(params, x):
@@ -57,31 +57,58 @@ def test_moon_follows_algorithm_1():
     assert np.abs(np.asarray(without.params["linear"]["w"]) - w["linear"]["w"]).max() > 1e-3
 
 
-def test_fedproto_follows_algorithm_1():
+def logits(params, x):
+    return hidden(params, x) @ params["linear_1"]["w"] + params["linear_1"]["b"]
+
+
+def softmax(z):
+    e = np.exp(z - z.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def pull_of_prototypes(params, x, means):
+    z = hidden(params, x)
+    return through_hidden(params, x, 2 * (z - means) / z.shape[1])
+
+
+def pull_of_logits(params, x, means):
+    """The gradient of the cross-entropy with the softmax of other logits."""
+    slope = softmax(logits(params, x)) - softmax(means)
+    below = through_hidden(params, x, slope @ params["linear_1"]["w"].T)
+    return below | {"linear_1": {"w": hidden(params, x).T @ slope / len(x), "b": slope.mean(0)}}
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize(
+    ("cls", "features", "pull_of"), [(FedProto, hidden, pull_of_prototypes), (FedDistill, logits, pull_of_logits)]
+)
+def test_fedproto_and_feddistill_follow_algorithm_1(cls, features, pull_of):
     lam = 1.5
-    algorithm = make(FedProto, lam=lam)
+    algorithm = make(cls, lam=lam)
     state = algorithm.init(jax.random.key(1))
     first = jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.client_memory(state))
-    prototypes, own = {}, {}
+    means, own = {}, {}
     for cohort in cohorts(federation.data()):
-        sums = {}
+        found = {}
         for client_id, dataset, key in cohort:
             if not len(dataset):
                 continue
             params = own.get(client_id, first)
             for x, y in real_examples(dataset, key):
-                z = hidden(params, x)
-                slope = np.stack([2 * (row - prototypes.get(label, row)) for row, label in zip(z, y.tolist(), strict=True)])
-                pull = through_hidden(params, x, slope / z.shape[1])
-                params = plus(params, -RATE, plus(numpy_gradient(params, x, y), lam, pull))
+                slope = numpy_gradient(params, x, y)
+                known = np.isin(y, list(means))  # examples of other classes have no pull
+                if known.any():
+                    of_class = np.stack([means[label] for label in y[known].tolist()])
+                    slope = plus(slope, lam * known.mean(), pull_of(params, x[known], of_class))
+                params = plus(params, -RATE, slope)
             own[client_id] = params
-            for row, label in zip(hidden(params, dataset["x"]), dataset["y"].tolist(), strict=True):
-                sums.setdefault(label, []).append(row)
-        prototypes |= {label: np.mean(rows, axis=0) for label, rows in sums.items()}
+            for row, label in zip(features(params, dataset["x"]), dataset["y"].tolist(), strict=True):
+                found.setdefault(label, []).append(row)
+        means |= {label: np.mean(rows, axis=0) for label, rows in found.items()}
     state, _ = run(algorithm)
     federation.assert_trees_close(client_memories(state), own)
-    np.testing.assert_array_equal(np.flatnonzero(state.server.known), sorted(prototypes))
-    for label, expected in prototypes.items():
+    np.testing.assert_array_equal(np.flatnonzero(state.server.known), sorted(means))
+    for label, expected in means.items():
         np.testing.assert_allclose(state.params[label], expected, rtol=1e-5, atol=1e-6)
 
 
