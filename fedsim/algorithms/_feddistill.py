@@ -24,6 +24,11 @@ import jax.numpy as jnp
 from fedsim.algorithms._fedproto import FedProto
 
 
+def _logits(outputs: Any) -> Any:
+    """Returns a model's outputs, which are what clients average and compare."""
+    return outputs
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedDistill(FedProto):
     """Clients train models of their own, and learn the mean logits of each class from each other, which alone are sent.
@@ -46,7 +51,8 @@ class FedDistill(FedProto):
     """
 
     lam: float = 0.1
-    representation: ClassVar[Any] = staticmethod(lambda outputs: outputs)  # type: ignore[misc]
+    representation: ClassVar[Any] = staticmethod(_logits)  # type: ignore[misc]
 
     def distance(self, features: jax.Array, means: jax.Array) -> jax.Array:
+        """Returns the cross-entropy of each example's logits with the softmax of the mean of its class, ``float32 [n]``."""
         return -jnp.sum(jax.nn.softmax(means) * jax.nn.log_softmax(features), axis=1)

@@ -44,7 +44,7 @@ class HeteroFL(FedAvg):
       model, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: ``widths`` is empty, or one is not in (0, 1].
+      ValueError: ``widths`` is no tuple or is empty, or one is not in (0, 1].
 
     >>> import optax, fedsim
     >>> data = fedsim.datasets.load("digits", clients=2).train
@@ -69,8 +69,8 @@ class HeteroFL(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.widths:
-            raise ValueError("Expected widths with at least one number, got widths=(): give (1.0,) for whole networks.")
+        if not isinstance(self.widths, tuple) or not self.widths:
+            raise ValueError(f"Expected widths to be a tuple of shares, got widths={self.widths!r}: (1.0,) is whole networks.")
         for width in self.widths:
             checks.number(above=0, most=1, widths=width)
 

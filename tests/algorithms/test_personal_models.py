@@ -400,7 +400,7 @@ def test_a_model_with_one_module_needs_an_explicit_head():
         (algorithms.PFedMe, {"lam": 0.0}, "Expected lam > 0"),
         (algorithms.PFedMe, {"personal_learning_rate": 0.0}, "Expected personal_learning_rate > 0"),
         (algorithms.PFedMe, {"personal_steps": 0}, "Expected personal_steps >= 1, got personal_steps=0"),
-        (algorithms.HeteroFL, {"widths": ()}, "Expected widths with at least one number"),
+        (algorithms.HeteroFL, {"widths": ()}, r"Expected widths to be a tuple of shares, got widths=\(\)"),
         (algorithms.HeteroFL, {"widths": (1.0, 1.5)}, "Expected 0 < widths <= 1, got widths=1.5"),
         (algorithms.HypCluster, {"num_clusters": 0}, "Expected num_clusters >= 1, got num_clusters=0"),
     ],
