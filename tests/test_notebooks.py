@@ -41,7 +41,7 @@ def path(request):
 def test_all_notebooks_exist():
     assert {path.stem for path in NOTEBOOKS} == {
         *("quickstart", "custom_algorithm", "datasets", "heterogeneous_clients", "compression_and_attacks"),
-        *("differentiate", "asynchronous", "decentralized"),
+        *("differentiate", "asynchronous", "decentralized", "privacy"),
     }
 
 

@@ -4,7 +4,8 @@ This is not a table of a paper. The attacks are those of `fedsim.privacy.attacks
 examples (Yeom et al., https://arxiv.org/abs/1709.01604) and by likelihood ratios (Carlini et al.,
 https://arxiv.org/abs/2112.03570), images from an update (Geiping et al., https://arxiv.org/abs/2003.14053), and a property of a
 client from its update (Melis et al., https://arxiv.org/abs/1805.04049). Expected results: clipping alone stops none of them;
-differential privacy stops all, but 50 clients are too few to learn anything under its noise; a sum of many clients stops the attacks on
+differential privacy stops all, but 50 clients
+are too few to learn anything under its noise; a sum of many clients stops the attacks on
 updates and hardly those on the final model; several local steps make images harder to find.
 """
 
@@ -87,9 +88,9 @@ def _run(request: Request, defence: _Defence) -> Iterator[Row]:
     splits = datasets.load(f"digits(clients={_CLIENTS})")
     model, runs = models.digits_dense(), max(4, len(extent.seeds))
     began = time.perf_counter()
-    of_run, accuracies = _membership(model, defence, splits, runs, extent.rounds)
-    decibels = _inversion(model, defence, splits.train, extent.rounds, 200 if request.quick else 2000)
-    inferred = _property(model, defence, splits.train, extent.rounds, runs)
+    of_run, accuracies = (x[: len(extent.seeds)] for x in _membership(model, defence, splits, runs, extent.rounds))
+    decibels = _inversion(model, defence, splits.train, extent.rounds, 200 if request.quick else 2000)[: len(extent.seeds)]
+    inferred = _property(model, defence, splits.train, extent.rounds, len(extent.seeds))
     seconds = time.perf_counter() - began
     settings = {"noise": defence.noise(extent.rounds), **dataclasses.asdict(defence), "rounds": extent.rounds, "rate": _RATE}
     results: dict[str, tuple[list[float], int]] = {
@@ -210,11 +211,11 @@ ATTACKS_AND_DEFENSES = Reproduction(
     required_data="none: the digits come with scikit-learn",
     cases=_cases,
     notes="FedAvg trains a perceptron on 50 of 100 clients with 14 digits each, 10 per round, for 40 rounds. The observer sees "
-    "the final model, and which of all 100 clients took part is asked in 16 runs; the 15 others are the shadow runs of each. "
-    "Images (four of different digits, whose labels are known) and a property (whether 70 % or 30 % of 20 images are of "
+    "the final model, and which of all 100 clients took part is asked in 16 runs; the 15 others are shadow runs of "
+    "each. Images (four of different digits, whose labels are known) and a property (whether 70 % or 30 % of 20 images are of "
     "the first five digits) are inferred from what a single round reveals, in which the client is alone, except for the "
     "secure sum. An AUC of 0.5 is chance; with 20 dB, pixels are wrong by a tenth of the range. ε is that of a replaced client "
-    "over all rounds with δ = 0.01. With 50 clients, its noise is so large that the model learns nothing: the two rows show that "
+    "over all rounds with δ = 0.01. With 50 clients, its noise is so large that the model learns nothing: these rows show that "
     "the attacks then fail, not that privacy is cheap. Membership and accuracy have the standard "
     "deviation over runs, images over images, properties over draws of clients.",
 )

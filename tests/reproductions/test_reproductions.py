@@ -415,6 +415,7 @@ TINY = [
     ("few_labels", ["digits-clients-10", "digits-server-10"]),
     ("transfer", ["labels", "domain"]),
     ("opacus_mnist", ["epsilon-1"]),
+    ("attacks_and_defenses", ["dp-8", "secure"]),
 ]
 
 
