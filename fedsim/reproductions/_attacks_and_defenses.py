@@ -88,7 +88,8 @@ def _run(request: Request, defence: _Defence) -> Iterator[Row]:
     splits = datasets.load(f"digits(clients={_CLIENTS})")
     model, runs = models.digits_dense(), max(4, len(extent.seeds))
     began = time.perf_counter()
-    of_run, accuracies = (x[: len(extent.seeds)] for x in _membership(model, defence, splits, runs, extent.rounds))
+    of_run, accuracies = _membership(model, defence, splits, runs, extent.rounds)
+    of_run, accuracies = of_run[: len(extent.seeds)], accuracies[: len(extent.seeds)]
     decibels = _inversion(model, defence, splits.train, extent.rounds, 200 if request.quick else 2000)[: len(extent.seeds)]
     inferred = _property(model, defence, splits.train, extent.rounds, len(extent.seeds))
     seconds = time.perf_counter() - began
