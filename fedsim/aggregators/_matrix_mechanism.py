@@ -53,6 +53,8 @@ class MatrixMechanism(GaussianMechanism):
     1.0
     """
 
+    _: dataclasses.KW_ONLY
+    clip: float
     matrix: NoiseMatrix
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     print(f"after {rounds} of {config.rounds} rounds")
     print("\n".join(described_guarantee(guarantee, rounds)))
     if is_stored and rounds:
-        print("\n".join(textwrap.wrap(actual(guarantee, built.sampler.rounds(rounds)).text(), 100)))
+        print("\n".join(textwrap.wrap(actual(guarantee, map(built.sampler.cohort, range(rounds))).text(), 100)))
     counts = sorted({max(1, round(config.rounds * i / _POINTS)) for i in range(_POINTS + 1)})
     epsilons = [guarantee.epsilon(count) for count in counts]
     print("\nrounds" + "".join(f"{count:>9}" for count in counts) + "\nε     " + "".join(f"{x:>9.3f}" for x in epsilons))

@@ -22,7 +22,8 @@ class LocalNoise:
     All messages of a node are computed from its noised movements and from what it received. So what it sends in a round,
     to any number of neighbours, reveals no more about its data than one Gaussian mechanism of this noise multiplier, for two
     data sets of a node whose clipped movements differ by at most ``norm`` (such as with and without the node's data). Over T
-    rounds compose T mechanisms, without amplification by sampling; fedsim has no privacy accountant.
+    rounds compose T mechanisms, without amplification by sampling: ``privacy.epsilon(multiplier, EveryRound(), rounds=T,
+    delta=δ)``.
 
     Attributes:
       multiplier: the deviation of the noise in units of ``norm``, at least 0.

@@ -30,6 +30,10 @@ class Actual:
       sensitivity: the largest change of all sums of the run by each client, in norms, ``float64 [population]``. With
         independent noise it is the square root of ``rounds``.
       noise_multiplier, delta: of the guarantee.
+
+    >>> found = Actual(rounds=np.array([0, 4]), sensitivity=np.array([0.0, 2.0]), noise_multiplier=4.0, delta=0.01)
+    >>> found.epsilon(0.0), round(found.epsilon(), 2)
+    (0.0, 0.92)
     """
 
     rounds: np.ndarray

@@ -217,7 +217,7 @@ def participation_of(sampler: Sampler | Participation) -> Participation:
     if type(sampler) is UniformSampler:
         population = sampler.data.num_clients
         return EveryRound() if sampler.clients == population else FixedSize(sampler.clients, population)
-    if type(sampler) in (CyclicSampler, ShuffledSampler):
+    if isinstance(sampler, CyclicSampler | ShuffledSampler) and type(sampler) in (CyclicSampler, ShuffledSampler):
         length = -(-sampler.data.num_clients // sampler.clients)
         return EveryRound() if length == 1 else Epochs(length, separation=length if type(sampler) is CyclicSampler else 1)
     raise ValueError(

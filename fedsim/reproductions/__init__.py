@@ -13,6 +13,7 @@ from fedsim.reproductions._curve import rounds_to_target as rounds_to_target
 from fedsim.reproductions._curve import train as train
 from fedsim.reproductions._data_parallel import DATA_PARALLEL
 from fedsim.reproductions._diloco import DILOCO
+from fedsim.reproductions._dp_ftrl_femnist import DP_FTRL_FEMNIST
 from fedsim.reproductions._dropped_messages import DROPPED_MESSAGES
 from fedsim.reproductions._fedavg_mnist import FEDAVG
 from fedsim.reproductions._fedprox_stragglers import FEDPROX
@@ -66,6 +67,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         TRANSFER,
         ATTACKS_AND_DEFENSES,
         OPACUS_MNIST,
+        DP_FTRL_FEMNIST,
     )
 }
 

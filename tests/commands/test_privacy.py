@@ -132,6 +132,10 @@ UNIFORM = [*NOISE, "--weighting", "uniform"]
             "Expected the server of SCAFFOLD to learn of clients thr",
         ),
         (
+            [*NOISE, "--algorithm", "dpsgd"],
+            "DPSGD aggregates updates in its own way and takes no dp_noise. Leave them out.",
+        ),
+        (
             ["--algorithm", "dpsgd", "--sampler", "poisson"],
             "DPSGD has no server that chooses clients, so it takes no sampler",
         ),

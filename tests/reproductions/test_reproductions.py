@@ -416,6 +416,7 @@ TINY = [
     ("transfer", ["labels", "domain"]),
     ("opacus_mnist", ["epsilon-1"]),
     ("attacks_and_defenses", ["dp-8", "secure"]),
+    ("dp_ftrl_femnist", ["tree"]),
 ]
 
 
