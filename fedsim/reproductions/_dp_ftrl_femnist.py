@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping
 import optax
 
 from fedsim import models, privacy
-from fedsim.aggregators import BandedToeplitz, GaussianMechanism
+from fedsim.aggregators import BandedToeplitz, GaussianMechanism, NoiseMatrix
+from fedsim.algorithm import Algorithm
 from fedsim.algorithms import FedAvg
 from fedsim.reproductions import _femnist as femnist
 from fedsim.reproductions._curve import train
@@ -49,13 +50,17 @@ def _run(request: Request, name: str) -> Iterator[Row]:
             aggregator=GaussianMechanism(0.0, clip=_CLIP, denominator=clients),
             weighting="uniform",
         )
-        private, matrix = algorithm, BandedToeplitz(rounds=extent.rounds, coefficients=(1.0,))
-        if name in ("tree", "banded"):
+        private: Algorithm = algorithm
+        matrix: NoiseMatrix = BandedToeplitz(rounds=extent.rounds, coefficients=(1.0,))
+        if name == "tree" or name == "banded":
             matrix = privacy.noise_matrix(name, sampler, rounds=extent.rounds)
             private = privacy.correlated(algorithm, matrix)
         if name != "none":
             private = privacy.calibrated(private, sampler, epsilon=_EPSILON, delta=delta, rounds=extent.rounds)
-            loss, noise = privacy.max_loss(matrix, sampler), private.aggregator.noise_multiplier
+            loss, noise = (
+                privacy.max_loss(matrix, sampler),
+                privacy.Guarantee.of(private, sampler, delta=delta).noise_multiplier,
+            )
         curve = train(
             private,
             sampler,
@@ -88,8 +93,8 @@ DP_FTRL_FEMNIST = Reproduction(
     required_data=femnist.NEEDS,
     cases=_cases,
     notes="FedAvg trains a logistic regression for 100 rounds, in which a tenth of the writers take part in turns, with "
-    "updates clipped to the norm 0.5. δ is half of one over the number of writers. The papers have far more clients, and so far "
-    "less noise in a mean; here only the order of the mechanisms is compared. ε = 4 was chosen after ε = 20, where one seed of "
+    "updates clipped to the norm 0.5. δ is half of one over the number of writers. The papers have far more clients, and so "
+    "far less noise in a mean; here only the order of the mechanisms is compared. ε = 4 was chosen after ε = 20, where one seed of "
     "each was within a point of the run without noise. The tree takes no estimates from its further nodes; here it is as good "
     "as independent noise, and not better as published. The reason was not examined.",
 )
