@@ -52,8 +52,8 @@ def _run(request: Request, name: str) -> Iterator[Row]:
         )
         private: Algorithm = algorithm
         matrix: NoiseMatrix = BandedToeplitz(rounds=extent.rounds, coefficients=(1.0,))
-        if name == "tree" or name == "banded":
-            matrix = privacy.noise_matrix(name, sampler, rounds=extent.rounds)
+        if name in ("tree", "banded"):
+            matrix = privacy.noise_matrix("tree" if name == "tree" else "banded", sampler, rounds=extent.rounds)
             private = privacy.correlated(algorithm, matrix)
         if name != "none":
             private = privacy.calibrated(private, sampler, epsilon=_EPSILON, delta=delta, rounds=extent.rounds)
@@ -94,7 +94,7 @@ DP_FTRL_FEMNIST = Reproduction(
     cases=_cases,
     notes="FedAvg trains a logistic regression for 100 rounds, in which a tenth of the writers take part in turns, with "
     "updates clipped to the norm 0.5. δ is half of one over the number of writers. The papers have far more clients, and so "
-    "far less noise in a mean; here only the order of the mechanisms is compared. ε = 4 was chosen after ε = 20, where one seed of "
-    "each was within a point of the run without noise. The tree takes no estimates from its further nodes; here it is as good "
-    "as independent noise, and not better as published. The reason was not examined.",
+    "far less noise in a mean; here only the order is compared. ε = 4 was chosen after ε = 20, where one seed of each was "
+    "within a point of the run without noise. The tree takes no estimates from its further nodes; here it is as good as "
+    "independent noise, and not better as published. The reason was not examined.",
 )
