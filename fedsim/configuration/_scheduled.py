@@ -122,6 +122,9 @@ class Prepared(NamedTuple):
       mixing: whether the updates are mixed into the model, see `fedsim.Staleness`.
       steps: the local steps of each client, ``int64 [population]``.
       bytes_down, bytes_up: the sizes of the uncompressed model and update.
+
+    >>> Prepared._fields
+    ('algorithm', 'mixing', 'steps', 'bytes_down', 'bytes_up')
     """
 
     algorithm: Algorithm

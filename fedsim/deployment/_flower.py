@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedsim.deployment import _relay
 from fedsim.deployment._encoding import decode
 from fedsim.deployment._nodes import WHO, Blobs, NodeError, Nodes, Received
-from fedsim.deployment._processes import FlowerProcesses
-
-if TYPE_CHECKING:
-    from fedsim.deployment._app import ExistingNetwork
 
 _POLL_SECONDS = 0.1
 
@@ -25,13 +21,14 @@ class FlowerNodes(Nodes):
     who it is, it is away, and so is a node that Flower reports as unavailable.
 
     Args:
-      processes: those of the network and of the nodes, which the context starts and ends.
+      processes: those of the network and of the nodes, which the context starts and ends: `FlowerProcesses`, or an object with
+        the same methods for nodes that others start.
 
     Raises:
       NodeError: a process has ended, or a node has not come in time; later, no node is left, or one comes back with other data.
     """
 
-    def __init__(self, processes: FlowerProcesses | ExistingNetwork) -> None:
+    def __init__(self, processes: Any) -> None:
         self.count, self._processes = processes.count, processes
         self._introductions: dict[int, dict[str, Any]] = {}
         self._ids: dict[int, str] = {}  # Flower's, by the nodes' numbers
