@@ -80,8 +80,8 @@ class DeployedSteps(Deployed):
     >>> node = Node(algorithm, sampler, 0, 1, folder / "node")
     >>> state = algorithm.with_memory(algorithm.init(jax.random.key(0)), data)
     >>> state, info = algorithm.apply(state, sampler.cohort(0))
-    >>> state.server.counts.tolist(), execution.took_part([])[0].client_ids
-    ([0, 1, 0, 0], ['1'])
+    >>> state.counts.tolist(), execution.took_part([])[0].client_ids
+    ([0, 0, 1, 0], ['1'])
     """
 
     sampler: Sampler

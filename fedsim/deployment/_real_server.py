@@ -61,7 +61,7 @@ class RealServer(Server):
     >>> while not server.taken:
     ...     server.next_event(model)
     >>> server.version, server.taken[0].updates.client.tolist()
-    (1, [2, 0])
+    (1, [1, 0])
     """
 
     def __init__(

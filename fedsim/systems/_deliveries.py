@@ -42,7 +42,7 @@ class Deliveries:
     >>> sampler = deliveries.sampler(fedsim.UniformSampler(data, clients=4, seed=0), rounds=1)
     >>> cohort = sampler.cohort(0)
     >>> cohort.clients.tolist(), cohort.work.tolist()
-    ([2, 0, 3, 1], [0.0, 0.0, 1.0, 1.0])
+    ([1, 0, 3, 2], [1.0, 0.0, 1.0, 0.0])
     """
 
     lines: Sequence[Mapping[str, Any]]

@@ -253,7 +253,7 @@ def test_messages_keep_every_dtype():
     ("options", "message"),
     [
         ({"attack": "sign_flip"}, "got attack='sign_flip': simulate it"),
-        ({"response_timeout": 3.0}, "got response_timeout=3.0: simulate it"),
+        ({"message_loss": 0.1}, "got message_loss=0.1: simulate it"),
         ({"algorithm": "dpsgd"}, "DPSGD cannot be deployed, because it has no server"),
         ({"algorithm": "fedper"}, "FedPer cannot be deployed, because clients have models of their own"),
         ({"aggregator": "coordinate_median"}, "CoordinateMedian cannot be deployed, because it needs every single update"),
