@@ -15,9 +15,15 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from deployment.test_flower import deliveries, left_behind, said_by, started
+from deployment.test_flower import deliveries, left_behind, said_by
 
 from fedsim.saved_arrays import checkpoint_folder, checkpoint_rounds, read_arrays
+
+
+def started(temporary, *arguments):
+    command = [sys.executable, "-m", "fedsim", *arguments]
+    with open(temporary / "stderr", "w") as said:
+        return subprocess.Popen(command, env=os.environ | {"TMPDIR": str(temporary)}, stderr=said)
 
 
 def processes_of(server, program, number):
