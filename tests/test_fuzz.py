@@ -111,6 +111,6 @@ def test_a_value_of_another_type_in_a_stored_configuration_is_named(name, tmp_pa
                 except (ValueError, FileNotFoundError) as error:
                     message = str(error)
                     refused.add(field)
-                missing = field in ("init_from", "faults", "client_traces", "deliveries") and str(value) in message  # the file that it names
-                assert not message or field in message or missing, (field, value, message)
+                names_file = field in ("init_from", "faults", "client_traces", "deliveries") and str(value) in message
+                assert not message or field in message or names_file, (field, value, message)
             assert field in refused

@@ -10,12 +10,12 @@ from fedsim.privacy._actual import Actual as Actual
 from fedsim.privacy._actual import actual as actual
 from fedsim.privacy._canaries import Canary as Canary
 from fedsim.privacy._canaries import canary_audit as canary_audit
+from fedsim.privacy._distributed_noise import distributed_epsilon as distributed_epsilon
 from fedsim.privacy._factorization import banded_toeplitz as banded_toeplitz
 from fedsim.privacy._factorization import buffered_toeplitz as buffered_toeplitz
 from fedsim.privacy._factorization import max_loss as max_loss
 from fedsim.privacy._factorization import noise_matrix as noise_matrix
 from fedsim.privacy._factorization import sensitivity as sensitivity
-from fedsim.privacy._distributed_noise import distributed_epsilon as distributed_epsilon
 from fedsim.privacy._guarantee import Guarantee as Guarantee
 from fedsim.privacy._guarantee import calibrated as calibrated
 from fedsim.privacy._guarantee import check as check
