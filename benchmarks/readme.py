@@ -145,7 +145,8 @@ def numbers() -> str:
         ratios.append(f"{_NAMES[contender].partition(' ')[0]} {', '.join(f'{ratio:.3g}' for ratio in times)}")
     fedjax = next(row for row in tables["evaluation"]["parts"][0]["rows"] if row["contender"] == "fedjax")
     return (
-        f"- **Fast.** For the same rounds, other libraries take so many times as long ({named}): {'; '.join(ratios)}.\n"
+        f"- **Fast.** Other libraries take these multiples of fedsim's time for the same rounds ({named}): "
+        f"{'; '.join(ratios)}.\n"
         f"  Evaluation with FedJAX takes {fedjax['relative_to_fedsim']:.3g} times as long. {_machine(tables['rounds'])}; "
         f"[all numbers](docs/speed.md).\n"
         "- **Large populations.** A round over 1,000,000 clients, streamed from a file, takes "
