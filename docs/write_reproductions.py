@@ -77,7 +77,8 @@ VERDICTS = {
     "vertical": "Matches: the vertical algorithms reach the result of one organization with all columns.",
     "few_labels": "No published numbers: a comparison of this project, see [its own page](../few_labels.md).",
     "opacus_mnist": (
-        "Matches: ε to all published digits, and 94.83 % for 94.63 ± 0.34 at the smallest ε; the two others have not been run."
+        "Matches: ε to all published digits, and the accuracy with the smallest ε within its standard deviation; the "
+        "accuracies with the two others have not been run."
     ),
     "dp_ftrl_femnist": (
         "A part of the published order: with ε = 4, a banded matrix (56.3 %) is above independent noise and the tree; the "

@@ -57,6 +57,7 @@ SECTIONS: dict[str, list[str]] = {
         "colab/custom_algorithm.ipynb",
         "colab/heterogeneous_clients.ipynb",
         "colab/compression_and_attacks.ipynb",
+        "colab/privacy.ipynb",
         "colab/asynchronous.ipynb",
         "colab/decentralized.ipynb",
         "colab/differentiate.ipynb",

@@ -20,7 +20,7 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining
 from fedsim.data import FederatedData
 from fedsim.model import Params
-from fedsim.rounds import Client
+from fedsim.rounds import Client, RoundInfo
 from fedsim.transfer import Head, head_of, in_head, module_names
 
 
@@ -82,3 +82,10 @@ class FedBABU(FedAvg):
         # Before the optimizer, so that it does not clip by gradients of the head, and after it, for weight decay.
         body = optax.stateless(of_body)
         return dataclasses.replace(training, optimizer=optax.chain(body, training.optimizer, body))
+
+    def server_update(self, state: Any, update: Any, info: RoundInfo) -> Any:
+        # Noise of an aggregator and weight decay of the server would move the head.
+        after = super().server_update(state, update, info)
+        is_head = in_head(self.model, state.params, self.head)
+        kept = jax.tree.map(lambda head, old, new: old if head else new, is_head, state.params, after.params)
+        return after._replace(params=kept)

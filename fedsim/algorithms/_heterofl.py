@@ -130,13 +130,16 @@ class HeteroFL(FedAvg):
         masks = self.masks(shared.params, level)
         movement = jax.tree.map(jnp.multiply, tree.subtract(shared.params, local.params), masks)
         count = sum(jnp.sum(mask, dtype=jnp.float32) for mask in jax.tree.leaves(masks))
-        info = {"loss": local.loss.result(), "num_parameters": jnp.asarray(count, jnp.int32)}
-        return ClientUpdate((movement, jax.nn.one_hot(level, len(self.widths))), self.weight(client), info)
+        info = {"loss": local.loss.result(), "num_parameters": jnp.asarray(count, jnp.int32), "level": level}
+        return ClientUpdate(movement, self.weight(client), info)
 
     def server_update(self, state: Any, update: Any, info: RoundInfo) -> Any:
-        movement, shares = update  # of the cohort's weight, by width
-        of_width = [self.masks(movement, level) for level in range(len(self.widths))]
+        # The server knows who has which width. Shares within the update would be clipped and noised with it.
+        weight = info.clients["weight"]
+        sums = jnp.zeros(len(self.widths), weight.dtype).at[info.clients["level"]].add(weight)
+        shares = sums / jnp.where(sums.sum() > 0, sums.sum(), 1)
+        of_width = [self.masks(update, level) for level in range(len(self.widths))]
         held = jax.tree.map(lambda *masks: sum(s * m for s, m in zip(shares, masks, strict=True)), *of_width)
         # An entry that no client of the cohort has does not move.
-        mean = jax.tree.map(lambda x, share: x / jnp.where(share > 0, share, 1).astype(x.dtype), movement, held)
+        mean = jax.tree.map(lambda x, share: x / jnp.where(share > 0, share, 1).astype(x.dtype), update, held)
         return super().server_update(state, mean, info)

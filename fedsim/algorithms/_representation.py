@@ -46,7 +46,7 @@ def features_of(model: Model, representation: Representation | None = None) -> F
 
         def record(call: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
             if context.method_name == "__call__" and context.module.module_name == last:
-                found.append(args[0])
+                found.append(args[0] if args else next(iter(kwargs.values())))
             return call(*args, **kwargs)
 
         with hk.intercept_methods(record):

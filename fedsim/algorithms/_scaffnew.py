@@ -14,7 +14,8 @@ Deviations: the number of steps is not random but that of ``batches``, with p th
 clients in each round; here, clients outside of the cohort keep their h_i, so that the h_i still add up to 0. The cohort
 receives the mean of its updates at the end of a round, and new clients receive x at the start of theirs, so both count as sent.
 γ is measured (see `fedsim.algorithms._distance`). With ``weighting="examples"`` the mean is weighted. If updates are clipped or
-compressed, h_i uses the update that the server receives. With the default server optimizer, x is the mean.
+compressed, h_i uses the update that the server receives. An attack, an aggregator that is not a mean or that adds noise, or a
+compressed mean (``downlink``) makes the sum of the h_i differ from 0. With the default server optimizer, x is the mean.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Scaffnew(FedAvg):
         sent = Shared(mean, state.round)
         _, whole = clients.aggregate(self.communicated, sent, name="control", aggregator=Mean(), trains=False)
         # Bits and dropped clients are those of both calls, the rest is that of the call that trains.
-        trained = {name: info.clients[name] for name in ("loss", "weight")}
+        trained = {name: info.clients[name] for name in ("loss", "weight", "update_norm") if name in info.clients}
         return after, whole._replace(clients={**whole.clients, **trained}, num_aggregated=info.num_aggregated)
 
     def check(self, data: FederatedData) -> None:

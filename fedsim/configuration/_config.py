@@ -322,7 +322,7 @@ class RunConfig:
         "independent",
         "differential privacy",
         "Noise of a round: independent, or correlated between rounds (DP-FTRL) by a binary tree, a banded or a buffered "
-        "Toeplitz matrix, which needs --sampler cyclic and a fixed --dp-clip.",
+        "Toeplitz matrix, which needs clients in a fixed or shuffled order, such as --sampler cyclic, and a fixed --dp-clip.",
         builds="aggregator",
     )
     # The optimizer of a server without a learning rate of its own is SGD with the hyperparameter server_learning_rate.
@@ -679,7 +679,7 @@ def fields_that_name(what: Literal["code", "file"]) -> list[str]:
     """Returns the fields of `RunConfig` and `Settings` whose texts may name Python code, or a file or folder.
 
     >>> fields_that_name("file")
-    ['data', 'init_from', 'client_traces', 'faults', 'folder']
+    ['data', 'init_from', 'client_traces', 'faults', 'deliveries', 'folder']
     """
     fields = [*dataclasses.fields(RunConfig), *dataclasses.fields(Settings)]
     return [field.name for field in fields if field.metadata.get("names") == what]
@@ -725,11 +725,11 @@ def _with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
     {'client_schedule': 'cosine(end=0.1)', 'step_seconds': '2'}
     """
     found = {_FORMER_NAMES.get(name, name): value for name, value in values.items() if not name.startswith("client_schedule")}
-    if "hyperparameters" in found:
+    if isinstance(found.get("hyperparameters"), Mapping):
         found["hyperparameters"] = {_FORMER_NAMES.get(name, name): value for name, value in found["hyperparameters"].items()}
-    if "client_schedule" not in values:
-        return found
-    name = values["client_schedule"]
+    name = values.get("client_schedule")
+    if not isinstance(name, str):
+        return {**found, "client_schedule": name} if "client_schedule" in values else found
     options = {"linear": ("end",), "cosine": ("end",), "exponential": ("decay", "every", "staircase")}.get(name, ())
     given = {option: values[f"client_schedule_{option}"] for option in options if f"client_schedule_{option}" in values}
     shown = ", ".join(f"{option}={value!r}" for option, value in given.items())

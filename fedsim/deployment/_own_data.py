@@ -75,6 +75,9 @@ def described_population(told: Mapping[int, Mapping[str, Any]], like: FederatedD
     """
     expected, owner = describe_data(like)["features"], dict[str, int]()
     for number, each in sorted(told.items()):
+        ids, sizes = each["ids"], each["sizes"]
+        if len(set(ids)) != len(ids) or len(ids) != len(sizes) or min(sizes, default=0) < 0:
+            raise NodeError(f"Expected different client ids at node {number}, and a size of at least 0 for each: got others.")
         if each["features"] != expected:
             names = sorted({*expected, *each["features"]})
             name = next(name for name in names if each["features"].get(name) != expected.get(name))

@@ -131,7 +131,7 @@ def described_guarantee(privacy: Guarantee, round: int) -> list[str]:
     >>> guarantee = Guarantee(noise_multiplier=4.0, participation=EveryRound(), delta=1e-5)
     >>> print("\\n".join(described_guarantee(guarantee, 10)[:2]))
     privacy    ε = 3.34 with δ = 1e-05 if a client is added or removed, with all of its examples.
-               Of the sampling: every client takes part in every round (no amplification by sampling),
+               Of the sampling: every client takes part in every round (no amplification by sampling).
     """
     texts = [f"privacy    {privacy.text(round)}.", *[f"           {text}" for text in privacy.assumptions]]
     return [row for text in texts for row in textwrap.wrap(text, 100, subsequent_indent=" " * 11, drop_whitespace=True)]

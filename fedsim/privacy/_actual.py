@@ -51,7 +51,7 @@ class Actual:
         most, middle = int(self.rounds.max()), int(np.quantile(self.rounds, 0.5, method="higher"))
         return (
             f"If it is known who took part: ε = {self.epsilon():.3g} for a client with the most rounds ({most}), and "
-            f"{self.epsilon(0.5):.3g} for the median ({middle})."
+            f"{self.epsilon(0.5):.3g} for the median ({middle}), each beside a client that sends zeros."
         )
 
 
@@ -75,8 +75,9 @@ def actual(guarantee: Guarantee, cohorts: Iterable[Cohort]) -> Actual:
     >>> found = actual(guarantee, sampler.rounds(6))
     >>> found.rounds.tolist(), found.sensitivity.round(2).tolist()
     ([2, 2, 2, 2, 2], [1.41, 1.41, 1.41, 1.41, 1.41])
-    >>> print(found.text())
-    If it is known who took part: ε = 0.607 for a client with the most rounds (2), and 0.607 for the median (2).
+    >>> print(found.text())  # doctest: +NORMALIZE_WHITESPACE
+    If it is known who took part: ε = 0.607 for a client with the most rounds (2), and 0.607 for the median (2), each beside a
+    client that sends zeros.
     """
     cohorts = list(cohorts)
     if not cohorts:

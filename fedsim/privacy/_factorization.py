@@ -186,6 +186,11 @@ def noise_matrix(
         return BinaryTree(rounds=rounds)
     if kind == "buffered":
         return buffered_toeplitz(rounds, participation, cache=cache)
+    if separation == 1 and rounds > 1:
+        raise ValueError(
+            "Expected clients whose rounds are at least 2 apart for banded noise, got 1: its only band is independent noise. "
+            "Use fedsim.samplers.CyclicSampler with fewer clients, or kind='buffered'."
+        )
     return banded_toeplitz(rounds, min(separation, rounds), cache=cache)
 
 

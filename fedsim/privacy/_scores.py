@@ -141,6 +141,8 @@ class Scores:
         """Returns the distance of the means in standard deviations, and its lower bound by the normal law of large samples."""
         from scipy import stats
 
+        if not (np.isfinite(self.inside).all() and np.isfinite(self.outside).all()):
+            raise ValueError("Expected finite scores for two normal laws, got an infinite one: choose another method.")
         n, m = len(self.inside), len(self.outside)
         squares = sum(float(np.sum(np.square(x - x.mean()))) for x in (self.inside, self.outside))
         difference, deviation = float(self.inside.mean() - self.outside.mean()), math.sqrt(squares / (n + m - 2))

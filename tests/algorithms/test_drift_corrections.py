@@ -160,3 +160,13 @@ def test_scaffnew_adds_the_bits_of_both_calls():
     assert info.clients["bits_up"].tolist() == (32 * (parameters + 1) * took_part).tolist()  # and a number
     assert info.clients["bits_down"].tolist() == (32 * (2 * parameters + 2) * took_part).tolist()  # and the round, twice
     assert (np.asarray(info.clients["loss"]) > 0).tolist() == took_part.tolist()
+
+
+def test_the_norms_of_scaffnew_s_updates_are_those_of_the_call_that_trains():
+    norms = []
+    for cls in (Scaffnew, FedAvg):
+        algorithm = cls(**settings(update_norms=True, weighting="uniform"))
+        _, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+        norms.append(np.asarray(info.clients["update_norm"]))
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-5)  # The h_i are 0 in the first round.
+    assert norms[0].max() > 0

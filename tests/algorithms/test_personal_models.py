@@ -212,6 +212,22 @@ def test_heterofl_follows_algorithm_1():
     assert set(np.asarray(info.clients["num_parameters"]).tolist()) <= {44, 3 * 3 + 3 + 3 * 4 + 4, 0}
 
 
+def test_whole_networks_with_clipped_updates_are_fedavg_with_clipped_updates():
+    clip = fedsim.aggregators.Clipped(0.01)
+    whole, _ = run(make(algorithms.HeteroFL, widths=(1.0,), aggregator=clip))
+    average, _ = run(make(algorithms.FedAvg, aggregator=clip))
+    federation.assert_trees_close(whole.params, average.params)
+
+
+def test_noise_and_weight_decay_of_the_server_do_not_change_the_head_of_fedbabu():
+    noise = fedsim.aggregators.GaussianMechanism(1.0, clip=1.0, denominator=4)
+    decay = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1.0))
+    algorithm = make(algorithms.FedBABU, aggregator=noise, weighting="uniform", server_optimizer=decay)
+    before, after = start(algorithm), run(algorithm)[0].params
+    np.testing.assert_array_equal(before["linear_1"]["w"], after["linear_1"]["w"])
+    assert np.any(np.asarray(before["linear"]["w"]) != np.asarray(after["linear"]["w"]))
+
+
 def test_sub_networks_have_the_first_channels_at_each_place_of_flattened_images():
     def network(examples):
         x = fedsim.models.Conv2D(4, 3, padding="SAME")(examples["x"])

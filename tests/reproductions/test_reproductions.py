@@ -414,8 +414,8 @@ TINY = [
     ("vertical", ["digits", "digits-overlap", "digits-missing", "breast", "adult", "a9a"]),
     ("few_labels", ["digits-clients-10", "digits-server-10"]),
     ("transfer", ["labels", "domain"]),
-    ("opacus_mnist", ["epsilon-1"]),
     ("attacks_and_defenses", ["dp-8", "secure"]),
+    ("opacus_mnist", ["epsilon-1"]),
     ("dp_ftrl_femnist", ["tree"]),
 ]
 
