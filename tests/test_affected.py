@@ -27,6 +27,7 @@ def test_a_package_affects_its_tests_first_and_then_those_of_the_packages_that_i
     }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [

@@ -80,6 +80,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
     assert lines_of(one) == lines_of(other)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_bits_of_one_with_as_many_devices(tmp_path):
     run = [*RUN, "--algorithm", "scaffold", "--example-storage", "stream", "--rounds", "6", "--folder"]
     printed = finished(2, *run, tmp_path / "two")

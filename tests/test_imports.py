@@ -93,6 +93,7 @@ def test_these_do_not_even_load_jax(code):
     assert "fedsim" in loaded and {"jax", "numpy", "haiku", "optax", *HEAVY} & loaded == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "needed"),
     [

@@ -135,6 +135,7 @@ def test_optimizers_that_need_more_than_they_get_are_named(side, message, made):
         fedavg(**{side: made()}).check(federation.data())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("made", NEED_THE_LOSS.values())
 def test_clients_give_the_loss_to_optimizers_that_need_it(made):
     with jax.numpy_dtype_promotion("standard"):  # required by reduce_on_plateau
@@ -322,6 +323,7 @@ def test_numbers_of_numpy_and_jax_are_accepted():
             checks.number(least=0, a=wrong)
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -44,8 +44,8 @@ def test_the_blocks_of_a_page_print_what_their_comments_say(name, monkeypatch, t
     assert drawn == {picture.name for picture in (ROOT / "docs" / name).glob("*.png")}
 
 
+@pytest.mark.first(3)
 @pytest.mark.filterwarnings("ignore:JAX had already started")
-@pytest.mark.first(5)
 @pytest.mark.parametrize(("name", "count"), SHORT.items())
 def test_the_blocks_of_a_short_page_print_what_their_comments_say(name, count, capsys):
     jax.devices()  # starts JAX, so that use_all_cores on a page does not change the devices of other tests

@@ -89,6 +89,7 @@ def test_hidden_labels_have_a_column_and_do_not_count_in_the_distance():
     assert len(plots.plot_overview(hidden, title="hidden").subfigs) == 1
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("clients", "shown"), [(100, 10), (100, 100), (3400, 10), (3400, 3400)])
 def test_labels_of_few_and_of_many_clients(clients, shown):
     data = population(clients, classes=62)
@@ -309,6 +310,7 @@ def progress(number):
     return lines
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize("plot", [plots.plot_progress, plots.plot_bits, plots.plot_nodes])
 @pytest.mark.parametrize("runs", [2, 12, 40])
 def test_every_run_has_its_own_style_and_the_legend_covers_no_curve(plot, runs):

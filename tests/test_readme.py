@@ -29,6 +29,7 @@ def blocks(language, page="README"):
     return [text for kind, text in fenced if kind == language]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:JAX had already started")
 def test_quickstart_runs_and_is_short(capsys):
     jax.devices()  # starts JAX, so that use_all_cores in the quickstart does not change the devices of other tests
@@ -42,7 +43,7 @@ def test_readme_is_at_most_150_lines():
     assert len(README.splitlines()) <= 150
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_commands_and_options_exist(page, capsys):
     """Every line that starts with ``fedsim`` has a command and options of the command line."""
@@ -74,6 +75,7 @@ def test_commands_and_options_exist(page, capsys):
             assert option in shown, shlex.join(arguments)
 
 
+@pytest.mark.slow
 def test_the_run_with_traces_and_faults_reads_the_files_of_the_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for language, file in (("csv", "phones.csv"), ("json", "faults.json")):

@@ -52,6 +52,7 @@ def test_the_identity_changes_nothing_and_counts_32_bits_per_float():
         np.testing.assert_array_equal(info.clients["entropy_bits_up"], info.clients["bits_up"])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("compressor", "bits"),
     [
@@ -82,6 +83,7 @@ def updates_and_keys(algorithm, state, cohort):
             yield client_id, tree.subtract(state.params, after.params), key
 
 
+@pytest.mark.slow
 def test_error_feedback_over_rounds_by_hand():
     """Two clients participate in turn, so each must keep its residual while the other participates."""
     compressor = ErrorFeedback(TopK(fraction=0.2))

@@ -51,6 +51,7 @@ def draw(n, seed):
 # Bucketing.
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("n", [8, 9, 11])
 def test_buckets_are_means_of_all_clients_and_each_client_is_in_one(n):
     """The largest value of the first coordinate of a bucket's mean tells which clients are in it, by bits."""
@@ -96,6 +97,7 @@ def numpy_dnc(x, f, c=1.0):
     return x[np.argsort(scores)[: len(x) - int(np.ceil(c * f - 1e-9))]].mean(0)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("n", "f", "c"), [(11, 2, 1.0), (12, 3, 1.5), (17, 4, 0.5), (9, 0, 1.0)])
 def test_divide_and_conquer_against_numpy(n, f, c):
     x, weights, _ = draw(n + 2, n)
@@ -157,6 +159,7 @@ def cosines(x):
     return unit @ unit.T
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 15, 24])
 def test_the_majority_is_the_first_connected_one_and_the_cluster_of_hdbscan(n):
     for seed in range(5):
@@ -175,6 +178,7 @@ def test_the_majority_is_the_first_connected_one_and_the_cluster_of_hdbscan(n):
             assert 0 < np.sum(labels == 0) < n
 
 
+@pytest.mark.slow
 def test_flame_against_numpy():
     x, weights = groups_of(15, 7), np.ones(15)
     chosen, norms = numpy_majority(1 - cosines(x)), np.linalg.norm(x, axis=1)
@@ -209,6 +213,7 @@ def numpy_fools_gold(history, kappa):
         return np.clip(kappa * (np.log(alpha / (1 - alpha)) + 0.5), 0, 1)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kappa", [1.0, 0.3])
 def test_fools_gold_remembers_all_rounds_of_a_client(kappa):
     aggregator, clients = aggregators.FoolsGold(kappa), 9

@@ -98,6 +98,7 @@ def test_rotation_keeps_norms_and_flattens():
     assert not np.allclose(unrotate(rotated, jnp.uint32(3))[:4001], x, atol=0.1)
 
 
+@pytest.mark.slow
 def test_rounding_is_unbiased_without_a_bound_and_keeps_to_the_bound():
     x = jnp.array([0.25, -1.75, 3.0, 0.5])
     rounded = jax.vmap(lambda key: round_at_random(x, key, None))(jax.random.split(KEY, 20_000))
@@ -113,6 +114,7 @@ def test_rounding_is_unbiased_without_a_bound_and_keeps_to_the_bound():
     assert max(norms) <= bound < dataclasses.replace(mechanism, beta=0.0).norm_bound(1000)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("law", ["gaussian", "skellam"])
 def test_the_sum_is_exact_and_that_of_the_protocol(law):
     mechanism = DistributedMechanism(1.0, clip=2.0, clients=6, bits=12, law=law)
@@ -142,6 +144,7 @@ def test_the_sum_is_exact_and_that_of_the_protocol(law):
     assert int(memory) != 0
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("law", "minimum"), [("gaussian", None), ("skellam", 4)])
 def test_the_noise_on_the_mean_has_its_deviation(law, minimum):
     """z c / n with n clients, and more by √(n / minimum); rounding adds up to a fourth of a level for each client."""
@@ -199,6 +202,7 @@ def fedavg(aggregator, **options):
     )
 
 
+@pytest.mark.slow
 def test_a_round_has_the_same_bits_on_any_number_of_devices_and_the_audit_names_what_the_server_sees():
     mechanism = DistributedMechanism(0.3, clip=1.0, clients=4, minimum=3)
     states = []

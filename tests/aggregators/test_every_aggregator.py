@@ -98,7 +98,7 @@ def test_the_execution_does_not_change_the_result(name, how):
     federation.assert_trees_close(run(AGGREGATORS[name], EXECUTIONS[how]), reference(name))
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", [each for each in AGGREGATORS if each != "bucketing"])  # drawn from positions in the cohort
 def test_client_order_does_not_matter(name):
     federation.assert_trees_close(run(AGGREGATORS[name], backwards=True), reference(name))

@@ -44,6 +44,7 @@ def test_the_norm_converges_to_the_quantile_of_the_norms():
     assert float(state.aggregator["update"]) == pytest.approx(1.3, abs=0.03)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("clip", [1.5, AdaptiveClip(start=1.5)])
 def test_one_more_client_with_any_update_moves_the_aggregate_by_at_most_the_norm(clip):
     """The noise of a round does not depend on the clients, so a difference of two aggregates is that of their sums."""
@@ -87,6 +88,7 @@ def noise_of(name):
     return check_noise(GaussianMechanism(2.0, clip=0.5, denominator=10), EXECUTIONS[name], 0.1)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "plain Python")) for name in EXECUTIONS]
 )

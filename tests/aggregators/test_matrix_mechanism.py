@@ -57,6 +57,7 @@ def check_noise(mechanism, name, execution=JIT):
     return noise
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", MATRICES)
 def test_the_matrix_times_the_noise_is_independent_noise(name):
     np.testing.assert_allclose(MATRICES[name].dense(ROUNDS), dense(name))
@@ -79,6 +80,7 @@ def test_without_noise_it_is_the_gaussian_mechanism():
     assert np.abs(one).max() > 0
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ["tree", "banded", "buffered"])
 def test_after_a_break_the_noise_goes_on_with_the_same_bits(name):
     """The state goes through the host, as through a checkpoint, in the middle of the rounds; one dispatch has three rounds."""

@@ -84,6 +84,7 @@ def name(request):
     return request.param
 
 
+@pytest.mark.first(10)
 @pytest.mark.parametrize("n", [11, 12, 17])
 def test_against_numpy(name, n):
     aggregator, reference = AGGREGATORS[name]
@@ -133,6 +134,7 @@ FAR = {
 }
 
 
+@pytest.mark.first(15)
 @pytest.mark.parametrize("where", FAR)
 def test_two_distant_attackers_of_eleven_have_a_bounded_effect(name, where):
     x, _, draw = population(11, seed=4)
@@ -291,6 +293,7 @@ def test_integers_cannot_be_clipped(wrapper):
         wrapper.check({"n": jax.ShapeDtypeStruct((), jnp.int32)}, 3)
 
 
+@pytest.mark.first(2)
 def test_integers_and_half_precision_are_aggregated_in_float32(name):
     x = np.random.default_rng(8).integers(-5, 5, (11, 3))
     weights = np.ones(11)

@@ -61,7 +61,7 @@ def settings(**options):
     return {"model": federation.model(), "batches": BATCHES, "client_optimizer": optax.sgd(CLIENT_RATE)} | options
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("mu", [0.0, 0.7])
 def test_fedavg_and_fedprox(weighting, mu):
@@ -123,6 +123,7 @@ SECOND_MOMENTS = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", SECOND_MOMENTS)
 def test_adaptive_servers_follow_algorithm_2(name):
     algorithm = fedsim.algorithms.get(name)(server_learning_rate=0.02, tau=0.01, **settings())
@@ -140,6 +141,7 @@ def test_adaptive_servers_follow_algorithm_2(name):
     assert_same(state, w, b)
 
 
+@pytest.mark.slow
 def test_client_learning_rate_schedule_over_rounds():
     """The schedule 0.3 * 0.5**round gives the result of three algorithms with these three rates, one per round."""
     scheduled = fedsim.algorithms.FedAvg(**settings(client_optimizer=lambda round: optax.sgd(0.3 * 0.5 ** round.astype(float))))

@@ -184,6 +184,7 @@ def test_invalid_analytics_settings_are_rejected(name, wrong, message):
         getattr(algorithms, name)(**({"num_items": 9} if name == "HeavyHitters" else {}) | wrong)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("wrong", [2**32 + 7, -(2**31) - 1])
 def test_integers_that_a_device_would_wrap_are_refused(wrong):
     """As a 32-bit integer, 2**32 + 7 would be counted as 7."""
@@ -244,6 +245,7 @@ def test_sums_over_a_client_s_batches_do_not_lose_precision():
     np.testing.assert_allclose(state.means[0, 0], counted.astype(np.float64).mean(), rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_what_analytics_report_says_which_values_are_better_and_is_nan_without_examples():
     data = fedsim.FederatedData.from_arrays({"x": np.arange(4, dtype=np.int32)[:, None]}, sizes=[3, 1])
     none = fedsim.FederatedData.from_arrays({"x": np.zeros((0, 1), np.int32)}, sizes=[0])

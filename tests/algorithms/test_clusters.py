@@ -40,7 +40,7 @@ def numpy_lloyd(x, means):
     return np.stack([x[nearest == k].mean(0) if np.any(nearest == k) else means[k] for k in range(len(means))])
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0.0, 300.0])
 def test_k_means_equals_lloyd_on_all_examples(shift):
     population, start = blobs(shift), np.array([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 0.0]]) + shift
@@ -153,6 +153,7 @@ def test_em_equals_em_on_all_examples_and_the_likelihood_never_decreases(covaria
     assert np.all(np.diff(ours) > -2e-6) and ours[-1] > ours[0] + 0.5
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("covariance", "theirs"), [("diagonal", "diag"), ("full", "full")])
 def test_em_agrees_with_scikit_learn(covariance, theirs):
     population = blobs()
@@ -194,6 +195,7 @@ def test_a_start_ten_thousand_standard_deviations_from_the_examples(seed, covari
     np.testing.assert_allclose(state.covariances[0], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
 def test_two_starts_far_from_all_examples_converge(covariance):
     """Each component finds one cluster. With a variance of 0 after the first round, a component would never get examples."""

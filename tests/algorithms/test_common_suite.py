@@ -147,6 +147,7 @@ def check_stages(name):
     federation.assert_trees_close(info, expected_info)
 
 
+@pytest.mark.first(1)
 def test_rounds_run_stage_by_stage_without_leaks(name):
     check_stages(name)
 
@@ -179,12 +180,14 @@ def reference(name):
     return run(compiled(name), rounds(federation.data()))
 
 
+@pytest.mark.first(1)
 def test_execution_never_changes_the_answer(name):
     state, infos = run(make(name, execution=fedsim.Pmap(devices=8, memory="stream")), rounds(federation.data()))
     federation.assert_trees_close(state, reference(name)[0])
     federation.assert_trees_close(infos, reference(name)[1])
 
 
+@pytest.mark.first(1)
 def test_a_plan_knows_the_messages_of_a_round(name):
     plan = fedsim.plan(make(name, execution=fedsim.Debug()), federation.cohort(), measure=False)
     clients = reference(name)[1][0].clients
@@ -205,6 +208,7 @@ def test_debug_gives_the_same_result_as_compiled_execution(name):
     federation.assert_trees_close(infos, expected_infos)
 
 
+@pytest.mark.first(1)
 def test_several_rounds_in_one_dispatch_of_two_devices_give_the_same_answer(name):
     algorithm = make(name, execution=fedsim.Pmap(devices=2, lanes=2))
     state, infos = algorithm.apply_rounds(algorithm.init(jax.random.key(1)), rounds(federation.data()), max_rounds=5)
@@ -256,6 +260,7 @@ def test_client_order_does_not_matter(name):
     federation.assert_trees_close(in_order, [info.clients for info in expected_infos])
 
 
+@pytest.mark.first(1)
 def test_padding_does_not_matter(name):
     """A batch size that divides each client's size and one that leaves partial batches give the same full batch."""
     population = federation.data(sizes=(6, 6))
@@ -264,6 +269,7 @@ def test_padding_does_not_matter(name):
     federation.assert_trees_close(whole, padded)
 
 
+@pytest.mark.first(2)
 def test_empty_slots_do_not_matter(name):
     population = federation.data()
     few = [fedsim.Cohort(population, np.arange(3), r, fedsim.rng.root(0)) for r in range(2)]
@@ -302,6 +308,7 @@ def test_a_cohort_of_zero_total_weight_does_not_change_the_state(name):
     assert int(info.num_aggregated) == 0
 
 
+@pytest.mark.first(2)
 def test_a_non_finite_update_is_dropped_and_counted(name):
     """The loss of one client's examples is not finite although its data are, as if the client diverged."""
     if "model" not in {field.name for field in dataclasses.fields(CASES[name][0])}:
@@ -361,6 +368,7 @@ def test_a_checkpoint_in_the_middle_changes_nothing(name, tmp_path):
     federation.assert_trees_equal(federation.plain(state), reference(name)[0])
 
 
+@pytest.mark.first(2)
 def test_converges_on_a_quadratic_with_a_known_optimum(name):
     """Two clients of equal size have different optima, and the optimum of the mean of their squares is halfway between."""
     capabilities = compiled(name).capabilities
@@ -421,6 +429,7 @@ def check_derivatives(cls_name, **changes):
     assert max(abs(float(slope)) for slope in slopes.values()) > 0.01
 
 
+@pytest.mark.first(1)
 def test_derivatives_agree_with_finite_differences(name):
     check_derivatives(name)
 

@@ -206,7 +206,7 @@ def test_downloaded_parameters_replace_those_of_a_participant(size):
     np.testing.assert_array_equal(arrived[1], expected[2:, None])
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("theta", [0.1, 0.6])
 def test_a_downlink_compressor_receives_only_the_downloaded_values(theta):
     data, batches = federation.data(sizes=(8,)), fedsim.Batches(size=4, epochs=1)

@@ -30,7 +30,7 @@ def end(algorithm, rounds=300):
     return state, float(jax.tree.leaves(state.params)[0][0])
 
 
-@pytest.mark.first(3)  # every algorithm, clipped and compressed
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("cls", "options"), [(SCAFFOLD, {"control_variate": "I"}), (SCAFFOLD, {"control_variate": "II"}), (FedDyn, {"alpha": 1.0})]
 )

@@ -45,7 +45,7 @@ def test_ditto_follows_algorithm_1(lam):
     federation.assert_trees_close(client_memories(state), own)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("alpha", "adaptive"), [(0.3, False), (0.3, True), (0.97, True)])
 def test_apfl_follows_algorithm_1(alpha, adaptive):
     algorithm = make(algorithms.APFL, alpha=alpha, adaptive=adaptive)
@@ -450,6 +450,7 @@ class Broken(algorithms.APFL):
         return own._replace(params=jax.tree.map(lambda v: v * np.nan, own.params))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.filterwarnings("ignore:.*were left out")
 def test_a_client_whose_personal_model_diverges_is_dropped(adaptive):

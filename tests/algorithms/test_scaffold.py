@@ -94,6 +94,7 @@ def test_scaffold_is_fedavg_in_the_first_round_and_with_identical_clients():
     assert_differ(run(SCAFFOLD(**settings()), unlike)[1], run(FedAvg(weighting="uniform", **settings()), unlike)[1])
 
 
+@pytest.mark.slow
 def test_scaffold_s_control_variate_with_momentum_is_a_mean_of_gradients():
     """The gradient is the same everywhere: every weighted mean of gradients equals it, a wrong normalization does not."""
     model = dataclasses.replace(

@@ -161,6 +161,7 @@ def test_auxiliary_data_do_not_count_in_distances():
     assert float(mean) == pytest.approx(10_000)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("attack", [attacks.MinMax(), attacks.MinSum("deviation"), attacks.MinMax("sign")])
 def test_attackers_that_know_of_one_client_or_of_none_send_its_update_or_zeros(attack):
     x = jnp.array([[1.0, -2.0], [7.0, 7.0]])
@@ -313,6 +314,7 @@ def test_collusion_with_several_aggregators(name, sent, how):
     np.testing.assert_allclose([*state["x"], state["y"]], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", ["jit", "debug"])
 def test_a_pass_before_training_is_poisoned_too(how):
     algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how], look=True)
@@ -321,7 +323,7 @@ def test_a_pass_before_training_is_poisoned_too(how):
     np.testing.assert_allclose(state["y"], 2 * np.average(rows[:, 3], weights=weights), rtol=1e-5)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", [*ATTACKS, "noise"])
 def test_without_attackers_nothing_changes(name):
     attack = ATTACKS.get(name, attacks.GaussianNoise())
@@ -334,7 +336,7 @@ def test_without_attackers_nothing_changes(name):
     assert abs(float(clean["y"] - dirty["y"])) > 1e-2  # the negative control
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("attackers", [2, 1])
 def test_model_replacement_replaces_the_model_up_to_the_updates_of_the_others(attackers):
     flip, rate, clients = attacks.LabelFlip(federation.NUM_CLASSES), 0.5, ["client0", "client3", "client5", "client6"]
@@ -434,7 +436,7 @@ def test_attacks_that_the_error_for_colluders_names_work(attack):
     assert "PixelBackdoor" in named and int(sent.group) == 1 and float(sent.update["b"]) == -16
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("attack", [attacks.SignFlip(scale=5.0), attacks.InnerProduct(epsilon=5.0)])
 @pytest.mark.parametrize("algorithm_name", ["fedavg", "fedsgd"])
 def test_the_mean_diverges_and_the_median_converges(algorithm_name, attack):
@@ -487,7 +489,7 @@ def test_an_attack_without_attackers_raises_an_error(changes, message):
         dataclasses.replace(federation.cohort(POPULATION), **changes)
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("kind", [fedsim.algorithms.SCAFFOLD, fedsim.algorithms.FedDyn])
 @pytest.mark.parametrize("attack", [attacks.SignFlip(scale=4.0), attacks.InnerProduct(epsilon=4.0)], ids=str)
 @pytest.mark.parametrize("aggregator", [aggregators.Clipped(1e3), aggregators.Mean(), aggregators.CoordinateMedian()], ids=str)

@@ -52,6 +52,7 @@ def run(folder):
     return folder / "r"
 
 
+@pytest.mark.slow
 def test_a_file_is_trained_on_and_its_run_is_loaded_resumed_and_varied(folder, run):
     config = json.loads((run / "config.json").read_text())["config"]
     given = "client='user', label='group', features='age,city', missing='drop'"

@@ -46,6 +46,7 @@ def test_a_resumed_run_neither_repeats_nor_skips_noise(tmp_path, capsys):
     assert "If it is known who took part: ε =" in text
 
 
+@pytest.mark.slow
 def test_the_noise_of_a_budget_is_that_of_the_number_of_rounds(tmp_path, capsys):
     assert main(["privacy", *OPTIONS, "--sampler", "poisson", "--rounds", "6", "--dp-epsilon", "8", "--dp-clip", "0.5"]) == 0
     text = capsys.readouterr().out
@@ -59,6 +60,7 @@ def test_the_noise_of_a_budget_is_that_of_the_number_of_rounds(tmp_path, capsys)
 CORRELATED = ["--sampler", "cyclic", "--dp-noise", "3", "--dp-clip", "0.5", "--dp-mechanism"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("mechanism", ["tree", pytest.param("banded", marks=pytest.mark.slow)])
 def test_correlated_noise_goes_on_after_a_break_but_not_for_other_rounds(mechanism, tmp_path, capsys, monkeypatch):
     """The memory of the matrix is in the checkpoint."""
@@ -83,6 +85,7 @@ NOISE = ["--dp-noise", "1", "--dp-delta", "0.01", "--dp-clip", "0.5"]
 UNIFORM = [*NOISE, "--weighting", "uniform"]
 
 
+@pytest.mark.first(14)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -31,6 +31,7 @@ def test_without_progress_only_the_bar_is_missing(finished, capsys):
     assert "4/4" not in hidden.err
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("always")
 def test_a_run_does_not_continue_with_other_code(custom, tmp_path, capsys):
     """Neither with another algorithm file, nor with another module that this imports; replay and a new run only say so."""

@@ -87,6 +87,7 @@ def test_the_default_folder_is_named_after_the_run(tmp_path, monkeypatch):
     assert folder.name.startswith("digits-fedavg-20")
 
 
+@pytest.mark.slow
 def test_steps_and_epochs_replace_each_other(tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"  # The default of the dataset `digits` is 5 epochs.
     small = ["--model", "digits_logistic", "--rounds", "1", "--clients", "2", "--no-progress"]
@@ -178,6 +179,7 @@ def test_an_algorithm_without_client_optimizer_has_no_such_options(capsys):
     assert "--step-seconds" in text and "--client-failures" in text
 
 
+@pytest.mark.first(21)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -276,6 +278,7 @@ def test_paths_of_code_in_options_become_absolute(tmp_path, monkeypatch, capsys)
     assert main(["resume", str(tmp_path / "r"), "--no-progress"]) == 0
 
 
+@pytest.mark.slow
 def test_dataset_and_model_with_options_by_import_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
@@ -370,6 +373,7 @@ def test_a_sweep_has_faults_and_policy(clock, tmp_path):
     assert main(["resume", str(tmp_path / "s"), "--no-progress"]) == 0
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("schedule", ["linear", "cosine(end=0.1)", "exponential(every=2, staircase=True)"])
 def test_learning_rate_schedules_run(schedule, tmp_path):
     arguments = ["--client-schedule", schedule]

@@ -16,6 +16,7 @@ from fedsim.experiment import RunConfig, read_config
 from fedsim.experiment._trust import named_code, signature
 
 
+@pytest.mark.slow
 def test_the_user_s_own_folder_needs_no_trust_at_any_path(custom_run, tmp_path):
     moved = custom_run.rename(tmp_path / "moved")
     assert main(["resume", str(moved), "--no-progress"]) == 0
@@ -23,6 +24,7 @@ def test_the_user_s_own_folder_needs_no_trust_at_any_path(custom_run, tmp_path):
     assert main(["run", "--from", str(moved), "--folder", str(tmp_path / "again"), "--no-progress"]) == 0
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("arguments", [["resume"], ["run", "--from"]])
 def test_code_of_another_user_is_named_and_not_run_without_trust(arguments, custom_run, custom, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path / "cache of another user"))
@@ -92,6 +94,7 @@ def test_code_in_any_field_is_found(text):
             assert bool(named_code(stored)) != is_data, place
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "command",
     [
@@ -142,6 +145,7 @@ def test_a_text_that_is_no_name_of_code_imports_nothing(name, tmp_path, monkeypa
         assert "give FILE.py:NAME or MODULE:NAME" in error or "takes no" in error
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("change", [{"rounds": 2}, {"hyperparameters": {"penalty": 0.5}}, {"data": "/tmp"}])
 def test_a_signature_is_of_the_whole_content(change, custom_run, tmp_path, capsys):
     stored = read_config(custom_run)

@@ -118,6 +118,7 @@ def test_top_k_and_pruning():
     np.testing.assert_array_equal(sent(MagnitudePruning(threshold=1.5), x), np.where(kept, x, 0))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("per_tensor", [True, False])
 def test_pruning_always_sends_the_largest_coordinate(per_tensor):
     pruning = MagnitudePruning(threshold=2.0, per_tensor=per_tensor)

@@ -115,6 +115,7 @@ def test_the_table_has_every_compressor():
     assert {type(each) for each in EVERY.values()} == public - bases
 
 
+@pytest.mark.first(4)
 def test_decoded_values_have_structure_shapes_and_dtypes(compressor):
     sent = send(compressor, value())
     assert_same_form(sent.value, value())
@@ -130,6 +131,7 @@ def assert_same_form(a, b):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
 
 
+@pytest.mark.first(3)
 def test_transmit_is_encode_decode_and_size(compressor):
     """The receiver uses only the message, the key and the shapes, and nothing else that depends on the value."""
     x, key = value(), jax.random.key(1)
@@ -144,6 +146,7 @@ def test_transmit_is_encode_decode_and_size(compressor):
     np.testing.assert_allclose(size.entropy_bits, sent.entropy_bits, rtol=1e-6)
 
 
+@pytest.mark.first(12)
 def test_bits_are_the_size_of_the_message(compressor):
     """The size counts the words of all arrays of the message, without padding and without values outside a mask."""
     x = value()

@@ -7,7 +7,7 @@ import pytest
 from fedsim.compressors._packing import bits_for, coded_bits, histogram, pack, unpack, words_for
 
 
-@pytest.mark.first(10)
+@pytest.mark.first(6)
 @pytest.mark.parametrize("bits", [1, 3, 4, 8, 11])
 @pytest.mark.parametrize("d", [33, 32769, 1, 32, 1000, 32768])
 def test_packing_round_trip_is_exact(bits, d):

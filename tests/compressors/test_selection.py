@@ -24,6 +24,7 @@ CASES = {
 LARGEST = jax.jit(largest)
 
 
+@pytest.mark.first(62)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("k", [0, 1, 50, 2500, 4999, 5000])
 def test_exactly_the_k_largest(case, k):
@@ -93,6 +94,7 @@ def test_k_coordinates_are_drawn_or_all_if_there_are_fewer(number, k):
     np.testing.assert_array_equal(mine, draw(jax.random.key(19)))
 
 
+@pytest.mark.slow
 def test_few_of_many_coordinates_are_drawn_separately():
     """Coordinates are not drawn in blocks: two of six out of 200,000 are rarely in the same thousand."""
     draw = jax.jit(lambda key: indices_of(draw_from(jnp.ones(200_000, bool), 6, key), 6) // 1000)
@@ -114,6 +116,7 @@ def test_every_coordinate_is_equally_likely_to_be_drawn(number, k):
     assert abs(far - (number - 1)) < 4 * np.sqrt(2 * (number - 1))
 
 
+@pytest.mark.slow
 def test_the_number_drawn_from_one_half_is_hypergeometric():
     """It has the mean k / 2 and the variance k / 4 (d - k) / (d - 1)."""
     halves = np.arange(5_000) < 2_500, np.arange(5_000) % 2 == 0
@@ -136,6 +139,7 @@ def test_count_is_computed_from_the_decimal_fraction(fraction, d, k):
     assert count_of(fraction, d) == k
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("layout", ["mask", "places", "shortest"])
 def test_layouts_decode_to_the_same(layout):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 30)), jnp.float32)

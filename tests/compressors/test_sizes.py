@@ -33,7 +33,7 @@ def test_the_model_has_31594_parameters():
     assert sum(x.size for x in jax.tree.leaves(model())) == 31_594
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(5)
 @pytest.mark.parametrize(
     ("compressor", "expected"),
     [

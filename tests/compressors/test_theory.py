@@ -54,7 +54,7 @@ class Louder(Drive):
         return sent._replace(value=1.1 * sent.value)
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("compressor", "expected"),
     [
@@ -78,6 +78,7 @@ def test_nmse_detects_centroids_that_are_not_optimal(monkeypatch):
     assert not agree(errors(Eden(bits=2), gaussian()), 0.1331, digits=5e-5)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
 def test_nmse_of_random_k(fraction):
     x, k = gaussian(), math.ceil(fraction * D)
@@ -114,7 +115,7 @@ def test_nmse_of_qsgd(levels):
     assert not agree(errors(QSGD(levels=max(levels - 1, 2)), x), qsgd_theory(x, levels))
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("levels", [2, 4, 16, 256])
 def test_nmse_of_rotated_uniform(levels):
     bound = (2 * math.log(D) + 2) / (levels - 1) ** 2
@@ -132,6 +133,7 @@ def uniform_theory(x, levels):
     return (part * (1 - part) * ((high - low) / (levels - 1)) ** 2).sum(1) / (x**2).sum(1)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("levels", [2, 5, 256])
 def test_nmse_of_uniform(levels):
     assert agree(errors(UniformQuantizer(levels=levels), gaussian()), uniform_theory(gaussian(), levels))
@@ -159,7 +161,7 @@ def falls_as_one_over_n(compressor, dimension=D):
     return np.all(np.abs(np.array(times) / times[0] - 1) < 0.1)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", UNBIASED)
 def test_nmse_of_the_mean_of_n_clients_falls_as_one_over_n(name):
     assert falls_as_one_over_n(UNBIASED[name])

@@ -38,6 +38,7 @@ def first(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another_run_and_is_resumed(first, tmp_path, capsys):
     assert run(tmp_path / "whole", "--init-from", str(first), "--seed", "5") == 0
     config, algorithm = started(tmp_path / "whole")
@@ -94,6 +95,7 @@ def test_a_damaged_checkpoint_is_not_read(first, tmp_path):
         fedsim.read_params(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_parameters_of_a_run_have_all_parts_of_the_model(tmp_path):
     assert run(tmp_path / "r", "--kept", "linear/b", "--averaging", "0.5") == 0
     named = fedsim.read_params(tmp_path / "r")

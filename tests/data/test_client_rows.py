@@ -60,6 +60,7 @@ def assert_holds(rows, expected):
         assert leaf.dtype == whole.dtype and leaf.shape == whole.shape and leaf.tobytes() == whole.tobytes()
 
 
+@pytest.mark.first(1)
 def test_many_versions_keep_their_rows_in_bounded_space(store):
     draw = np.random.default_rng(0)
     store.rows_per_chunk = 8

@@ -227,6 +227,7 @@ def test_a_link_does_not_count_as_a_member(tmp_path):
         _archive.extract(tmp_path / "a.tar", ["a.h5"])
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.9])
 def test_the_error_for_a_truncated_archive_names_it_and_no_member_gets_its_final_name(tmp_path, share):
     content = pack([("a.h5", CONTENT * 10), ("b.h5", b"B")])  # The content fills several blocks of bzip2.

@@ -161,6 +161,7 @@ def test_without_noise_a_clients_optimum_is_its_own_weights_with_the_documented_
     np.testing.assert_allclose(np.linalg.solve(grams[0], moments[0]), np.linalg.solve(grams[1], moments[1]), atol=1e-5)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("steps", [1, 5])
 def test_federated_averaging_converges_to_the_closed_form(steps):
     # Each client has ten examples, so a batch of ten contains all of them.

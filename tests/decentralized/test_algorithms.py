@@ -189,6 +189,7 @@ def test_nodes_finish_in_the_order_of_their_speeds():
     assert finished == [(node, time) for time, node in expected]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("name", "reference", "settings"),
     [
@@ -313,7 +314,7 @@ def numbers_of(algorithm, data, rounds):
     return algorithm.node_models(state)["~"]["w"], state
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("topology", [RING, decentralized.exponential(6), decentralized.star(6)])
 @pytest.mark.parametrize("losses", [{"message_loss": 0.5}, {"message_loss": 0.2, "link_failures": 0.3}])
 def test_gradient_tracking_is_exact_although_messages_are_lost(topology, losses):
@@ -324,12 +325,14 @@ def test_gradient_tracking_is_exact_although_messages_are_lost(topology, losses)
     np.testing.assert_allclose(numbers, 4.0, rtol=1e-4)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["D2", "GradientTracking"])
 def test_rounded_mixing_weights_do_not_add_up_over_rounds(name):
     algorithm, data = mean_of_numbers(name, 1000 * np.array([0, 4, 8, -3, 5, 10]))
     np.testing.assert_allclose(numbers_of(algorithm, data, 500)[0], 4000.0, rtol=2e-6)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "topology", "changes"),
     [
@@ -366,7 +369,7 @@ def test_nodes_that_do_not_train_mix_nevertheless():
     np.testing.assert_allclose(thetas(only.models), mixed(algorithm.matrices[0], moved), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["GradientTracking", "DFedAvg", "D2", "QuasiGlobalMomentum", "DecentralizedDiLoCo", "ChocoSGD"]
 )
@@ -430,7 +433,7 @@ def test_a_node_whose_training_is_not_finite_does_not_disturb_the_others(name):
     assert not np.allclose(thetas(state.models)[0], thetas(make(name).init(jax.random.key(1)).models)[0])  # it mixes
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", sorted(decentralized.ALGORITHMS))
 def test_frozen_parameters_are_constants_of_the_model(name):
     """Nodes that train with a frozen layer are nodes that train a network in which this layer is a constant."""
@@ -468,7 +471,7 @@ def normalized(statistics):
     )
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DPSGD", "StochasticGradientPush", "RelaySGD", "ADPSGD", "ChocoSGD", "D2", "DFedAvg",
                                   "GradientTracking", "QuasiGlobalMomentum"])  # fmt: skip
 def test_running_statistics_are_mixed_with_the_models(name):

@@ -83,7 +83,7 @@ ALGORITHMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "settings", "options"), ALGORITHMS)
 def test_rounds_are_those_of_one_device(name, settings, options):
     state, infos = run(make(name, **settings), **options)
@@ -94,7 +94,7 @@ def test_rounds_are_those_of_one_device(name, settings, options):
     assert nodes.round.sharding.is_fully_replicated
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["stream", "resident"])
 def test_many_rounds_in_a_program_are_those_of_one_device(memory):
     results = []
@@ -105,6 +105,7 @@ def test_many_rounds_in_a_program_are_those_of_one_device(memory):
     assert is_divided(jax.tree.leaves(results[1][0].models)[0])
 
 
+@pytest.mark.slow
 def test_a_long_round_runs_as_several_programs():
     batches = fedsim.Batches(size=1, epochs=400)
     results = [run(make(execution=execution, batches=batches), rounds=1) for execution in (fedsim.Jit(), DEVICES)]
@@ -120,6 +121,7 @@ def test_algorithms_that_are_not_divided_have_all_models_on_every_device(name, s
     assert jax.tree.leaves(results[1][0].models)[0].sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_a_state_moves_between_devices():
     state, _ = run(make(execution=fedsim.Jit()), rounds=1)
     (cohort,) = cohorts(1)
@@ -184,6 +186,7 @@ def test_devices_send_each_other_only_what_the_graph_needs():
     assert "all-gather" not in star and permuted_bytes(star) == 3 * (2 + 2) * node
 
 
+@pytest.mark.first(13)
 @pytest.mark.parametrize("topology", [
     decentralized.ring(12), decentralized.star(12), decentralized.scale_free(12), decentralized.hypercube(16),
     decentralized.base_graph(12), decentralized.equi_dynamic(8, period=5), decentralized.erdos_renyi(40, probability=0.1),

@@ -73,6 +73,7 @@ def little_is_enough():
     return np.where(ATTACKERS[:, None], honest.mean(axis=0) - 1.5 * honest.std(axis=0), VALUES)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("attack", "sent"),
     [
@@ -90,6 +91,7 @@ def test_neighbours_receive_what_attackers_send_and_attackers_keep_their_own_val
         np.testing.assert_allclose(mix(VALUES, attack=attack, robust=robust), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("robust", [None, decentralized.TrimmedMixing(1), decentralized.ClippedMixing(2.0)])
 def test_half_precision_is_rounded_once(robust):
     values = jnp.asarray(np.random.default_rng(1).normal(10, 3, size=[40, 50]), jnp.bfloat16)
@@ -161,6 +163,7 @@ def run(algorithm, rounds=2, attack=None):
     return state, info
 
 
+@pytest.mark.slow
 def test_noise_is_added_to_the_clipped_movement():
     quiet, loud = (run(make(local_noise=decentralized.LocalNoise(z, norm=0.01)), 1)[0] for z in (0.0, 2.0))
     start = make().init(jax.random.key(1))
@@ -285,6 +288,7 @@ def test_the_average_over_rounds_is_that_of_the_mean_of_the_nodes():
     np.testing.assert_allclose(state.params["linear"]["w"], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_the_average_over_rounds_and_the_nodes_own_models():
     algorithm = make(averaging=0.5)
     sampler = fedsim.UniformSampler(DATA, clients=4, seed=0)

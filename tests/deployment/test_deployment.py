@@ -159,6 +159,7 @@ def test_a_run_whose_nodes_were_lost_is_continued(tmp_path):
         fedsim.experiment.restore(folder, algorithm, data=sampler.data)
 
 
+@pytest.mark.slow
 def test_the_model_is_taken_out_while_a_run_goes_on_and_starts_another_one(tmp_path):
     """In round 3, when an earlier one is on the disk."""
     algorithm, sampler = federation("FedAvg")

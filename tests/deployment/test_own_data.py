@@ -34,7 +34,7 @@ def on_own_data(algorithm, own):
     return algorithm, fedsim.UniformSampler(own, clients=2, seed=0)
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SCAFFOLD", "FedAvg"])
 def test_nodes_with_their_own_data_train_as_a_simulation_of_all(name, tmp_path):
     algorithm, sampler = federation(name)

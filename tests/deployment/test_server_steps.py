@@ -171,7 +171,7 @@ def test_a_model_does_on_a_real_server_what_it_does_in_a_simulation(model):
     np.testing.assert_allclose(got.steps.time, expected.steps.time)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("model", "name", "options"),
     [
@@ -201,6 +201,7 @@ def test_the_simulator_ends_as_the_deployment_with_its_record(model, name, optio
     assert any(stale) == (type(model) is not systems.Synchronous)
 
 
+@pytest.mark.slow
 def test_after_a_restart_the_run_ends_as_recorded_and_nothing_counts_twice(tmp_path):
     """Server and nodes end after step 3 with clients in flight; the run goes on from the saved state of step 2."""
     model = dataclasses.replace(MODELS["buffered"], staleness_weight="constant")
@@ -254,6 +255,7 @@ def test_a_node_that_is_away_for_a_time(tmp_path):
     assert largest_difference(state.params, other.params) == 0
 
 
+@pytest.mark.slow
 def test_an_answer_after_the_timeout_is_late(tmp_path):
     """Each second message takes 30 seconds; the server waits for 5, and another client takes over."""
     policy = systems.Policy(timeout=5.0)

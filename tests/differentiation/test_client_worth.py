@@ -72,6 +72,7 @@ def test_its_order_is_that_of_leaving_each_client_out():
     assert spearmanr(worth.values, without)[0] >= 0.9
 
 
+@pytest.mark.slow
 def test_clients_with_wrong_labels_are_worth_least():
     wrong = tuple(range(3, 100, 10))
     algorithm, sampler, rounds, objective = task(100, rounds=10, wrong=wrong, partition="iid")

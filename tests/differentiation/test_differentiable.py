@@ -89,6 +89,7 @@ def assert_derivatives_agree(loss, *at, step=0.005):
     assert max(abs(float(slope)) for slope in slopes) > 0.01
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "clipped")) for k in DIFFERENTIABLE])
 def test_derivatives_through_aggregators_agree_with_finite_differences(kind):
     aggregator_of, number = DIFFERENTIABLE[kind]
@@ -119,6 +120,7 @@ def after_one_round(rate, client_ids, lanes=1, **options):
     return jax.tree.leaves(algorithm.apply(algorithm.init(jax.random.key(0)), cohort)[0].params)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:1 client update.* held a NaN:UserWarning")
 @pytest.mark.parametrize("lanes", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_clients_that_do_not_count_have_no_part_in_derivatives(lanes):
@@ -131,6 +133,7 @@ def test_clients_that_do_not_count_have_no_part_in_derivatives(lanes):
     np.testing.assert_allclose(jax.jvp(after, (1.9,), (1.0,))[1], expected[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:1 client update.* held a NaN:UserWarning")
 @pytest.mark.parametrize(
     "kind",
@@ -187,7 +190,7 @@ def test_every_compressor_and_aggregator_is_covered():
     assert not refused & used
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["top_k", "tern_grad", *sorted(compressors.COMPRESSORS.keys() - {"top_k", "tern_grad"})])
 def test_straight_through_compressors_send_the_same_bits_and_have_the_derivative_of_no_compression(name):
     plain, key = compressors.COMPRESSORS[name](), jax.random.key(3)

@@ -43,6 +43,7 @@ def tuned(start, made=None, **options):
     return fedsim.tune(make, start, **(settings | options))
 
 
+@pytest.mark.slow
 def test_the_rate_becomes_the_inverse_of_the_curvature_in_one_compilation():
     """Two rounds of one step multiply the distance to the optimum 2 by (1 - rate c)², so the best rate is 1 / c = 0.25."""
     made = []

@@ -25,7 +25,7 @@ def numpy_evaluation(params, data):
     return np.array(per_client, np.float64)
 
 
-@pytest.mark.first(6)  # all devices and memories with batches of 7
+@pytest.mark.first(4)
 @pytest.mark.parametrize("memory", ["resident", "stream"])
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("batch_size", [7, 1, 256])

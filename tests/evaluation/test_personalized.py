@@ -431,6 +431,7 @@ def test_averages_and_error_feedback_in_the_state_do_not_matter():
     federation.assert_trees_close(found, expected)
 
 
+@pytest.mark.slow
 def test_personal_params_come_from_the_client_s_memory():
     """The clients keep parameters that differ from the server's, and a step of length 0 does not change them."""
     data = federation.data()

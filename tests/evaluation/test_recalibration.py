@@ -63,7 +63,7 @@ def by_hand(whole, client):
     return np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), TEST.columns["y"][rows]])
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statistics", "execution"),
     [
@@ -81,6 +81,7 @@ def test_each_client_has_the_statistics_of_its_examples(statistics, execution):
     np.testing.assert_allclose(found.clients["loss"].result(), expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_statistics_are_those_of_the_tuned_parameters():
     algorithm = fedavg(make_model())
     state = trained(algorithm)

@@ -163,7 +163,7 @@ class Largest(aggregators.StackAggregator):
         return self.finish(accumulator), memory + 1
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", EXECUTIONS)
 def test_each_call_has_its_own_aggregator_and_downlink(how):
     population = federation.data()
@@ -198,7 +198,7 @@ def test_two_calls_with_the_same_name_are_rejected():
         Twice(batches=BATCHES).apply(jnp.float32(0), federation.cohort())
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("how", [how for how in EXECUTIONS if how != "jit, on the device"])
 def test_map_clients(how):
     population = federation.data()
@@ -235,7 +235,7 @@ class Steps(fedsim.Algorithm):
         return client.for_each_batch(self.batches, step, row)
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("execution", [
     fedsim.Jit(), fedsim.Jit(lanes=2), fedsim.Pmap(devices=2), fedsim.Pmap(devices=8, memory="stream"), fedsim.Pmap(devices=3),
     fedsim.Debug(),
@@ -343,6 +343,7 @@ def test_a_memory_has_the_dtype_of_the_first_call():
         np.testing.assert_array_equal(each, expected)
 
 
+@pytest.mark.slow
 def test_rounds_run_without_compilation_if_jax_says_so():
     algorithm = TwoForms(batches=fedsim.Batches(size=4), execution=fedsim.Jit(memory="resident"))
     start, cohort = algorithm.init(jax.random.key(0)), federation.cohort()

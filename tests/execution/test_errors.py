@@ -38,7 +38,7 @@ class Wide(fedsim.Algorithm):
         return state + jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, update))
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("groups", "devices"), [(0, 4), (0, 2), (3, 1)])
 def test_accumulators_that_do_not_fit_are_rejected(groups, devices, monkeypatch):
     """One byte less than the accumulators need is rejected. They are a large part of the memory of the compiled round."""
@@ -87,6 +87,7 @@ def test_a_memory_of_another_structure_is_rejected():
         algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("way", [fedsim.Jit(memory="stream"), fedsim.Jit(lanes=2), fedsim.Debug()])
 def test_a_memory_of_another_shape_is_rejected_and_another_dtype_is_cast(way):
     class Short(Counting):
@@ -116,6 +117,7 @@ def test_a_memory_of_another_shape_is_rejected_and_another_dtype_is_cast(way):
     assert rows[0].visits.dtype == np.int32 and rows[0].total.dtype == np.float32 and rows[0].visits[seen].tolist() == [1] * 7
 
 
+@pytest.mark.slow
 def test_a_state_of_another_algorithm_is_rejected():
     """This holds even if the rows have the same form: SCAFFOLD and Ditto both store one set of parameters per client."""
     make = dict(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
@@ -232,6 +234,7 @@ def optimizer(update):
     return optax.GradientTransformation(lambda params: (), update)
 
 
+@pytest.mark.first(18)
 @pytest.mark.parametrize("execution", [fedsim.Jit(), fedsim.Debug()])
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),

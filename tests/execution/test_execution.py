@@ -171,6 +171,7 @@ def test_groups_take_the_least_time_of_all_divisions(widths, overhead):
     assert (0 in alone) == (overhead < 10)  # The first client has three times as many steps as any other.
 
 
+@pytest.mark.slow
 def test_a_custom_aggregator_runs_on_lanes_and_devices():
     """A monoid that is not a sum (the largest update) is combined over lanes and devices by its own merge."""
 
@@ -209,6 +210,7 @@ def test_aggregation_with_zero_total_weight():
     np.testing.assert_array_equal(jax.jit(mean.finish)(fold)["w"], [0.0, 0.0])
 
 
+@pytest.mark.slow
 def test_dropout_has_a_key_per_step_and_is_the_same_in_every_execution():
     def forward(examples, is_train):
         hidden = hk.Linear(8)(examples["x"])
@@ -319,7 +321,7 @@ def test_a_finite_update_too_large_to_be_summed_is_dropped():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", [fedsim.Jit(lanes=2), fedsim.Debug(), fedsim.Jit()])
 @pytest.mark.filterwarnings("ignore:1 of 3 clients.* can never take a step")
 def test_a_client_that_takes_no_step_does_not_count(how):
@@ -353,6 +355,7 @@ def test_mean_of_integers_and_half_precision_is_computed_in_float32():
     np.testing.assert_allclose(finished["h"], 200.0, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_optimizers_that_need_the_loss_receive_it():
     """A Polyak step needs the loss's value: with the optimum at 0 it is loss / |gradient|^2 along the gradient."""
     algorithm = fedavg(
@@ -387,7 +390,7 @@ def test_where_data_is_stored_is_decided_once(monkeypatch):
     assert not _placement.is_resident(federation.data(), mesh, "auto")
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [fedsim.Pmap(devices=2, lanes=2), fedsim.Jit(memory="stream"), fedsim.Jit(), fedsim.Pmap(devices=2)]
 )

@@ -278,6 +278,7 @@ class Telling(Counting):
         return state + update.sum()
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("kind", [Counting, Telling])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_rows_are_written_in_place(devices, kind):
@@ -290,6 +291,7 @@ def test_rows_are_written_in_place(devices, kind):
     assert not any(re.search(r"f32\[60,2\]\S* (copy|select|scatter)\(", body) for body in in_loops if "ENTRY" not in body)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", ["jit, streamed", "pmap, 8 devices, streamed", "debug"])
 def test_another_execution_continues_with_the_memories(how):
     population = federation.data()
@@ -317,7 +319,7 @@ def test_old_states_do_not_change(monkeypatch):
         federation.assert_trees_equal(federation.plain(held), expected)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", ["jit", "debug", "pmap, 8 devices, streamed"])
 def test_stragglers_take_a_fraction_of_their_steps(how):
     population = federation.data(sizes=(12, 12, 12, 12, 0))

@@ -54,7 +54,7 @@ def pool():
         yield pool
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [fedsim.algorithms.FedAvg, fedsim.algorithms.SCAFFOLD, fedsim.algorithms.Mime])
 def test_a_process_pool_gives_the_result_of_compiled_rounds(cls, pool):
     """SCAFFOLD keeps a memory on every client, and Mime has two calls in a round."""

@@ -69,7 +69,7 @@ def expected(name):
     return federation.plain(run(make(name, fedsim.Jit())))
 
 
-@pytest.mark.first(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["2 x 2", "1 x 2 x 2", "4 x 1", "1 x 4", "2 x 2, 2 lanes, streamed", "2 x data 2"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_results_are_those_of_one_device(name, way):

@@ -51,7 +51,7 @@ def test_cohorts_of_1_to_30_clients_share_six_programs(execution):
     assert num_programs(algorithm) == 6
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "settings"),
     [
@@ -75,6 +75,7 @@ def test_algorithms_that_differ_in_numbers_share_a_program(cls, settings):
     assert len(executables) == 1
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -122,6 +123,7 @@ class Switched(algorithms.FedAvg):
         return loss * self.scale if self.scale else loss + self.shift
 
 
+@pytest.mark.slow
 def test_code_that_needs_the_value_of_a_number_has_it_as_a_constant():
     cohort, start, params = federation.cohort(), None, []
     for scale in (0.0, 1.0, 2.0):
@@ -258,6 +260,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("source", CHANGES)
 def test_a_new_algorithm_reads_what_has_changed(source, monkeypatch):
     results = []
@@ -317,6 +320,7 @@ def test_an_edited_class_is_used_in_a_notebook_with_autoreload(tmp_path):
     assert re.findall(r"result (\S+)", done.stdout) == ["1.0", "52.0"], done.stdout + done.stderr
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("transform", [jax.vmap, lambda f: lambda rates: jnp.stack([jax.jvp(f, (r,), (r,))[0] for r in rates])])
 def test_an_algorithm_that_holds_a_traced_value_is_a_part_of_the_surrounding_program(transform):
     """Only the optimizer holds the rate. The arguments of the round are arrays."""
@@ -339,6 +343,7 @@ def test_columns_that_no_client_reads_may_have_other_shapes():
         assert algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(data))[0] == 1
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("kind", ["pure", "io", "print", "debug"])
 def test_programs_that_call_python_functions_are_not_shared(kind, capfd):
     """The text of a program does not have these functions."""
@@ -389,7 +394,7 @@ class Nested:
     nonfinite: float
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -94,7 +94,7 @@ def test_a_padded_cohort_gives_the_result_of_an_unpadded_one_with_one_trace(how,
         assert compiled.rounds.num_executables == 1
 
 
-@pytest.mark.first(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["jit, streamed", "pmap, 2 devices, 2 lanes", "debug"])
 def test_cohorts_of_different_sizes_run_in_one_dispatch(how, unpadded):
     states, infos = unpadded

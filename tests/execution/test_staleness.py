@@ -61,7 +61,7 @@ def expected_params(mixing):
     return states[-1].params
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("mixing", [False, True])
 @pytest.mark.parametrize("how", ["jit", *(how for how in EXECUTIONS if how != "jit")])
 def test_updates_are_those_of_rounds_from_the_version_of_each_client(how, mixing):

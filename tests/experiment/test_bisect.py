@@ -69,6 +69,7 @@ def test_runs_that_agree(run, plain, capsys):
     assert main(["bisect", str(plain), str(again)]) == 0 and "The runs agree" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_one_client_with_other_examples(run, plain, second):
     found = bisect(plain, run("changed", dataset=f"(changed={second}, factor=1.001)"))
     assert (found.round, found.client) == (2, str(second))

@@ -92,6 +92,7 @@ def _diverging(make_algorithm):
     return make_algorithm(client_optimizer=optax.sgd(1e4))
 
 
+@pytest.mark.slow
 def test_a_run_warns_once_and_in_its_table(make_algorithm, sampler, data, tmp_path, capsys):
     arguments = dict(sampler=sampler, test_data=data, evaluate_every=5, folder=tmp_path / "r")
     with pytest.warns(UserWarning, match="loss .* Try a lower client learning rate") as caught:

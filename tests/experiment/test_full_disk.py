@@ -79,6 +79,7 @@ def test_the_error_names_the_file_and_the_run_can_be_continued(file, size, tenso
     assert (folder / "learning_curve.png").stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_one_line_and_resume_continues(tmp_path, capsys):
     folders = [tmp_path / "unbroken", tmp_path / "broken"]
     assert main(["run", *SMALL, "--folder", str(folders[0])]) == 0

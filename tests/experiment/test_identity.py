@@ -130,7 +130,7 @@ def test_another_sampler_is_refused_and_both_are_named(arguments, tmp_path, befo
     run(**{**arguments, "sampler": before(arguments["sampler"])}, folder=tmp_path / "r")
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -335,6 +335,7 @@ def test_a_folder_without_a_finished_round_accepts_another_run(arguments, make_a
         run(**refused, folder=tmp_path / "r")
 
 
+@pytest.mark.slow
 def test_client_memory_of_a_run_without_rounds_does_not_affect_another_run(arguments, model, bits, tmp_path):
     def with_memory(cls, **fields):
         given = dict(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))

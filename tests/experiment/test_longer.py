@@ -40,7 +40,7 @@ def assert_equal(some, other):
     assert states[0] == states[1]
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "before", "after"),
     [
@@ -94,6 +94,7 @@ def test_a_longer_sweep_equals_one_from_the_start(how, tmp_path):
     assert {path: path.read_bytes() for path in files} == files
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_rates_that_depend_on_the_number_of_rounds_are_refused(schedule, tmp_path, capsys):
     run(tmp_path / "r", 4, "--client-schedule", schedule)

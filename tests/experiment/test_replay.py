@@ -46,6 +46,7 @@ def moved(before, after):
     return jax.tree.map(np.subtract, before.params, after.params)
 
 
+@pytest.mark.slow
 def test_a_single_client_moves_the_server_by_its_update(make_algorithm, data, tmp_path, capsys):
     algorithm, sampler = plain(make_algorithm), fedsim.UniformSampler(data, clients=1, seed=7)
     states = trained(algorithm, sampler, tmp_path / "r", rounds=6)

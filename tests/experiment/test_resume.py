@@ -266,6 +266,7 @@ def test_a_run_killed_before_the_first_checkpoint_starts_again(arguments, unbrok
     assert bits(run(**arguments, folder=tmp_path / "r", checkpoint_every=6).state) == unbroken
 
 
+@pytest.mark.slow
 def test_speed_only_settings_may_differ(arguments, make_algorithm, bits, unbroken, tmp_path):
     with pytest.raises(KilledError):
         run(**arguments, folder=tmp_path / "r", checkpoint_every=2, callbacks=[_die_after(5)], rounds_per_dispatch=1)
@@ -317,6 +318,7 @@ def test_the_last_two_and_the_best_are_kept(arguments, algorithm, tmp_path):
     assert round == 20 == int(last.round)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("name", "score", "kept"),
     [

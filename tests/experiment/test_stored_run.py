@@ -19,6 +19,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_run_as_an_object(folder):
     run = load(folder)
     assert run.round == 4 and run.config.clients == 5 and type(run.algorithm).__name__ == "Ditto"
@@ -55,6 +56,7 @@ def test_evaluate(folder, capsys):
     assert "train data, 1,437 examples of 10 clients" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["a.npz", "a.safetensors"])
 def test_export(folder, tmp_path, file, capsys):
     assert main(["export", str(folder), str(tmp_path / file)]) == 0

@@ -36,6 +36,7 @@ def test_training_and_validation_examples_are_those_of_the_training_data(validat
     assert rows_of(other.validation_data) != rows_of(apart)  # the run's seed draws it
 
 
+@pytest.mark.slow
 def test_both_splits_are_evaluated_and_the_best_round_is_that_of_the_validation_data(tmp_path, capsys):
     built = build(CONFIG, Settings())
     result = run_experiment(built, CONFIG, Settings(folder=str(tmp_path / "run")), progress=False, table=True)
@@ -112,6 +113,7 @@ def test_rules_read_validation_metrics_bytes_and_simulated_seconds():
         experiment.STOP_RULES["reached"](value=0.5, metric="f1").reason(history({"validation_accuracy": 0.5}))
 
 
+@pytest.mark.slow
 def test_a_callback_ends_the_run_at_the_next_multiple_of_evaluate_every(tmp_path):
     lines = []
 

@@ -105,7 +105,7 @@ def assert_agrees(evaluation, overall, clients):
             np.testing.assert_allclose(of_clients[i], expected, rtol=1e-6, err_msg=f"{name}, client {i}")
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.parametrize("batch_size", [7, 256])
 def test_evaluate(how, batch_size):
@@ -130,7 +130,7 @@ class Unchanged(fedsim.algorithms.FedAvg):
         return shared.params
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", [fedsim.Jit(), fedsim.Pmap(devices=2)], ids=["one", "devices"])
 def test_evaluate_personalized(execution, monkeypatch):
     monkeypatch.setattr("fedsim.evaluation._personalized._LARGEST_CHUNK", 3)
@@ -169,6 +169,7 @@ def total(metric, y, outputs):
     return jax.tree.map(lambda leaf: np.asarray(leaf.dense() if is_sparse(leaf) else leaf).sum(0), statistic, is_leaf=is_sparse)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("scores", ["grid", "any", "equal"])
 def test_binary_auc_is_exact_on_the_grid_and_within_its_bound_elsewhere(scores):
     draw = np.random.default_rng(0)
@@ -234,7 +235,7 @@ def logistic_case(name):
     return logits, draw.random(n) < 1 / (1 + np.exp(-(steep * wide if steep else wide - center)))
 
 
-@pytest.mark.first(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -256,6 +257,7 @@ def test_auc_follows_the_scores_wherever_they_are(name, form):
     assert histogram.error_bound() < 0.03
 
 
+@pytest.mark.slow
 def test_auc_of_rare_classes_and_of_ties():
     draw = np.random.default_rng(0)
     outputs = np.concatenate([draw.normal(size=(20_000, 2)) + 6, draw.normal(size=(20_000, 2))], axis=1).astype(np.float32)

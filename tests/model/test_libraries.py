@@ -180,6 +180,7 @@ def test_outputs_gradients_and_a_round_equal_those_in_haiku(library):
     federation.assert_trees_close(jax.tree.leaves(states[0]), jax.tree.leaves(library.params(states[1])))
 
 
+@pytest.mark.first(3)
 def test_initial_parameters_depend_on_the_key_and_on_nothing_else(library):
     model, again = library.model(), library.model()
     one, two, other = (each.init(jax.random.key(seed)) for each, seed in ((model, 0), (again, 0), (model, 1)))
@@ -198,6 +199,7 @@ def test_names_of_parameters_survive_in_a_checkpoint(library, tmp_path):
     federation.assert_trees_equal(jax.tree.leaves(restored), jax.tree.leaves(state))
 
 
+@pytest.mark.first(2)
 def test_dropout_draws_from_the_key_of_the_step_and_in_training_only(library):
     """With a rate of 1/2, the mean over many keys is the output without dropout, because the last layer is linear."""
     model, params = library.model(rate=0.5), library.params(PARAMS)

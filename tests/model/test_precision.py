@@ -45,6 +45,7 @@ def test_a_linear_layer_equals_numpy_in_bfloat16():
     np.testing.assert_array_equal(found, np.asarray(found).astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     "model",
     [

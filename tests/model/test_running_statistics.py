@@ -238,6 +238,7 @@ def mean_of(values):
     return jax.tree.map(lambda *x: sum(n * leaf for n, leaf in zip(SIZES, x, strict=True)) / sum(SIZES), *values)
 
 
+@pytest.mark.first(1)
 def test_a_round_is_the_mean_of_loops_of_the_library(library, data):
     """Clients take 2 and 5 steps."""
     algorithm = fedavg(library.model(), execution=fedsim.Jit())
@@ -248,6 +249,7 @@ def test_a_round_is_the_mean_of_loops_of_the_library(library, data):
     assert_close(state.params, expected)
 
 
+@pytest.mark.first(1)
 def test_evaluation_uses_the_statistics(library, data):
     model = library.model()
     own = library.train(model.init_whole(jax.random.key(0)), batches_of(data, 1))
@@ -257,6 +259,7 @@ def test_evaluation_uses_the_statistics(library, data):
     np.testing.assert_allclose(found, cross_entropy(library.evaluate(own, data.columns["x"]), data.columns["y"]), rtol=1e-4)
 
 
+@pytest.mark.first(1)
 def test_statistics_that_clients_keep_are_those_of_their_loops(library, data):
     """Both clients start from the same values, and the server keeps the first ones."""
     algorithm = fedavg(library.model(statistics="client"), execution=fedsim.Jit())
@@ -278,6 +281,7 @@ def test_names_of_statistics_survive_in_a_checkpoint(library, tmp_path):
     assert_close(jax.tree.leaves(restored), jax.tree.leaves(state), 0)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["nnx", "keras"])
 def test_padding_is_left_out_by_an_argument_mask(name, data):
     """The library's own loop has partial batches, without padding."""
@@ -290,6 +294,7 @@ def test_padding_is_left_out_by_an_argument_mask(name, data):
     assert_close(state.params, expected)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["equinox", "keras"])
 def test_padding_is_refused_without_a_mask(name, data):
     library = made(name)
@@ -302,6 +307,7 @@ def test_padding_is_refused_without_a_mask(name, data):
     assert_close(state.params, mean_of([library.train(start.params, batches) for batches in full]))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["nnx", "equinox"])
 def test_frozen_statistics_normalize_in_training_too(name, data):
     model = made(name).model(statistics="frozen")
@@ -380,6 +386,7 @@ def test_values_that_a_keras_model_is_made_with_are_the_first_ones():
     }
 
 
+@pytest.mark.first(1)
 def test_recalibration_takes_the_statistics_of_a_client(library, data):
     """The network in NumPy, with the means of the batches' means and variances: the momentum has no influence."""
     algorithm = fedavg(library.model(), execution=fedsim.Jit())

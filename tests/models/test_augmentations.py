@@ -20,7 +20,7 @@ ALL = {
 IMAGES = np.random.default_rng(0).integers(1, 17, (40, 16, 12, 2))
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_shapes_dtypes_and_keys(name, dtype):

@@ -60,6 +60,7 @@ def outputs_and_gradients(net, params, x):
     return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
 
 
+@pytest.mark.first(9)
 @pytest.mark.parametrize(("kernel", "stride", "padding", "channels", "out", "height", "width"), CASES)
 def test_outputs_and_gradients_equal_haiku(kernel, stride, padding, channels, out, height, width):
     x = normal(0, 2, height, width, channels)

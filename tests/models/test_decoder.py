@@ -30,7 +30,7 @@ def sequences(ids):
     return {"x": ids[:, :-1], "y": ids[:, 1:], "document": np.ones_like(ids[:, 1:])}
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @needs_real
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_logits_loss_and_gradients_are_those_of_the_reference(name):
@@ -64,6 +64,7 @@ def small(**options):
     return models.decoder(30, length=8, width=16, layers=2, heads=4, kv_heads=2, hidden=24, **options)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_tokens_see_their_own_document_only(positions):
     """The logits of packed documents are those of each document alone."""

@@ -134,6 +134,7 @@ def test_evaluation_uses_running_statistics(data):
         fedsim.evaluate(model, state.server.params, data)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("statistics", ["client", "frozen"])
 def test_statistics_that_are_not_sent(statistics, data):
     state, info = trained(fedavg(make_model(statistics=statistics)), data)
@@ -149,6 +150,7 @@ def float64(params):
     return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
 
+@pytest.mark.slow
 def test_personal_models_of_ditto_have_their_own_parts_against_numpy(data):
     """The second round of a client: its copy of the global model and its personal model have different heads and statistics."""
     model = make_model().with_parts(kept="head/*")
@@ -193,6 +195,7 @@ def loss_of(p, x, y):
     return np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y])
 
 
+@pytest.mark.slow
 def test_clusters_have_their_own_running_statistics_against_numpy(data):
     algorithm = fedavg(make_model(), algorithms.HypCluster, num_clusters=2)
     state = algorithm.init(jax.random.key(0))
@@ -218,6 +221,7 @@ def test_clusters_have_their_own_running_statistics_against_numpy(data):
     assert info.clients["bits_up"][0] == 32 * whole + 32  # and the number of the model
 
 
+@pytest.mark.slow
 def test_clusters_start_from_models_with_statistics_of_one_client(data):
     """Of each model; frozen parameters are common, and a client is evaluated with the statistics of the model it chooses."""
     algorithm = fedavg(make_model().with_parts(frozen="head/*"), algorithms.HypCluster, num_clusters=2)
@@ -237,7 +241,7 @@ def test_clusters_start_from_models_with_statistics_of_one_client(data):
     assert (np.asarray(info.clients["weight"][:4]) > 0).all()
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"statistics": "client"}])
 def test_personal_models_are_fine_tuned_with_their_own_statistics(options, data):
     """Fine-tuning for no step evaluates the personal models, and for some steps changes their running statistics."""
@@ -255,6 +259,7 @@ def test_personal_models_are_fine_tuned_with_their_own_statistics(options, data)
     assert abs(once[client] - tuned[client]) > 1e-5
 
 
+@pytest.mark.slow
 def test_some_parameters_are_averaged_with_equal_weights(data):
     """Against the aggregates with weights by examples and with equal weights, of the same local steps; bits are the same."""
     by_name = {}
@@ -407,6 +412,7 @@ def dense():
     return fedsim.Model.from_haiku(function, features=FEATURES)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("cls", [algorithms.FedAvg, algorithms.SCAFFOLD, algorithms.FedDyn])
 def test_clients_keep_their_heads(cls, data):
     model = dense()
@@ -473,6 +479,7 @@ def test_batch_normalization_of_flax_takes_the_mask(data):
     np.testing.assert_allclose(state.params["norm"]["mean"], mean, atol=1e-5)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("make", [models.resnet8, models.mobilenet_v2])
 def test_vision_models_with_batch_normalization(make):
     group, batch = (jax.eval_shape(make(norm=norm).init_whole, jax.random.key(0)) for norm in ("group", "batch"))
@@ -482,6 +489,7 @@ def test_vision_models_with_batch_normalization(make):
     assert count(batch) - count(group) == count(statistics) == 2 * scales
 
 
+@pytest.mark.slow
 def test_the_statistics_are_those_of_the_trained_parameters(data):
     """A loss may also call the server's model, before or after the client's."""
 

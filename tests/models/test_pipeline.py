@@ -30,7 +30,7 @@ def drawn(stages):
     return {name: jnp.asarray(draw.normal(0, 0.3, shape), jnp.float32) for name, shape in shapes.items()}
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("remat", [True, False])
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 4), (4, 2), (4, 8), (3, 1)])
 def test_outputs_and_gradients_are_those_of_a_loop(stages, microbatches, remat):
@@ -83,7 +83,7 @@ def rounds(execution):
     return state.server.params
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "execution", [fedsim.Sharded(clients=1, model=4), fedsim.Sharded(clients=2, model=2)], ids=["4", "2 x 2"]
 )

@@ -13,6 +13,7 @@ def distinct(*shape):
     return jnp.asarray(np.random.default_rng(0).permutation(np.prod(shape)).reshape(shape), jnp.float32)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("shape", "window"),
     [((2, 6, 4, 3), 2), ((2, 7, 5, 3), 2), ((2, 6, 8, 1), (3, 2)), ((1, 4, 4, 2), (1, 4)), ((2, 3, 4, 4, 3), 2)],

@@ -49,6 +49,7 @@ def test_initial_parameters_have_haikus_names_and_spread():
         assert abs(float(w.std()) * np.sqrt(96) - 0.88) < 0.02 and not p["lstm/linear"]["b"].any()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_equal_haikus(case):
     ours, theirs, params, x, weights = drawn(case)
@@ -83,6 +84,7 @@ def test_forward_mode_equals_haikus():
     close(push(ours), push(theirs))
 
 
+@pytest.mark.slow
 def test_hessian_vector_products_equal_haikus_in_both_orders():
     """Per-FedAvg needs these products."""
     ours, theirs, params, x, weights = drawn((3, 4, 5, 6))

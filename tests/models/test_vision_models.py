@@ -111,6 +111,7 @@ def assert_evaluates_to(model, params, examples, expected):
     np.testing.assert_allclose(jax.jit(model.apply_for_eval)(params, examples), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_parameter_counts_are_the_published_ones():
     assert count(models.mnist_2nn()) == 199_210  # McMahan et al., section 3
     assert count(models.mnist_cnn()) == 1_663_370  # the same
@@ -296,7 +297,7 @@ def test_vision_transformer_equals_numpy():
     assert_evaluates_to(model, params, examples, net.linear(net.layer_norm(x)[:, 0]))
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 2, (1, 3)])
 def test_depthwise_convolution_equals_haiku_with_its_gradients(stride):
     x = jnp.asarray(np.random.default_rng(0).normal(size=[2, 7, 6, 5]), jnp.float32)
@@ -326,6 +327,7 @@ def test_remat_changes_no_gradient():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), *gradients)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("make", "blocks"), [(models.resnet8, 3), (models.mobilenet_v2, 17), (models.vit_tiny, 12)])
 def test_every_block_is_computed_again_with_remat(make, blocks):
     batch, programs = one_batch(photographs(1)), []
@@ -395,6 +397,7 @@ def test_brightness_and_scale_of_a_photograph_do_not_matter():
         np.testing.assert_allclose(other, outputs[0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_group_norm_equals_haiku_with_its_gradients():
     generator = np.random.default_rng(0)
     x = jnp.asarray(generator.normal(3, 2, [2, 3, 5, 6]), jnp.float32)

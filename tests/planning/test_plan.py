@@ -150,6 +150,7 @@ class Noticed(fedsim.algorithms.FedAvg):
         return super().server_update(state, update, info)
 
 
+@pytest.mark.slow
 def test_a_plan_runs_no_round():
     cohort, algorithm = federation.cohort(), fedavg(Noticed, rounds=[])
     assert fedsim.plan(algorithm, cohort).seconds > 0
@@ -166,6 +167,7 @@ def test_the_time_grows_with_the_number_of_steps():
     assert 3 * fedsim.plan(few, federation.cohort()).seconds < fedsim.plan(many, federation.cohort()).seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mime", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hypcluster", "kmeans", "error feedback"))]
 )

@@ -35,6 +35,7 @@ def unrolled(start, rate, num_steps):
     return total + jnp.sum(point)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("most_steps", [5, 40])
 @pytest.mark.parametrize("num_steps", [0, 1, 5])
 def test_first_derivatives(num_steps, most_steps):
@@ -45,7 +46,7 @@ def test_first_derivatives(num_steps, most_steps):
     np.testing.assert_allclose(ours, jax.jvp(lambda *args: unrolled(*args, num_steps), (start, rate), (start, rate)))
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
 @pytest.mark.parametrize("inner", [jax.jacrev, jax.jacfwd])
 def test_second_derivatives(outer, inner):

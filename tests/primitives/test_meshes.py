@@ -154,7 +154,7 @@ def closed_form():
     return (model**2).sum(), gradients, 2 * of_model * kept.mean() + 2 * model * slope.mean()
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("fused", ["", "fused", "fused, stored"])
 @pytest.mark.parametrize("way", ["context", "argument"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -244,6 +244,7 @@ def test_two_transformations(inner, outer):
     check_random_program([("loop", "weighted")], [inner, outer])
 
 
+@pytest.mark.first(7)
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("transformation", ["jit", "grad", "jvp", "vmap"])
 def test_a_fused_program_has_the_same_derivatives(transformation, recompute):

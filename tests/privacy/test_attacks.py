@@ -127,6 +127,7 @@ def test_images_are_found_from_a_gradient_and_not_with_noise_or_from_several_ste
     assert error(local_steps(params, IMAGES, 20)) < error(exact) - 4
 
 
+@pytest.mark.slow
 def test_the_inputs_of_a_dense_layer_are_exact_for_one_example_and_not_after_several_steps():
     params = network()
     one = gradient(params, IMAGES[:1])

@@ -96,13 +96,14 @@ def test_without_noise_the_bound_is_large():
     assert scores.auc == 1 and scores.epsilon_bound(DELTA) > 30
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("broken", [NoiseAgainAfterResume, WrongSensitivity, TooLittleNoise])
 def test_broken_mechanisms_are_found(broken):
     upper = epsilon(NOISE, EveryRound(), rounds=ROUNDS, delta=DELTA)
     assert audit(broken).epsilon_bound(DELTA, confidence=0.999) > upper
 
 
+@pytest.mark.slow
 def test_sampling_that_does_not_hide_who_takes_part_is_found():
     upper = epsilon(2.0, Poisson(0.2), rounds=8, delta=DELTA)
     made = {"noise": 2.0, "rounds": 8}

@@ -34,6 +34,7 @@ def enumerated(matrix, participation, rounds):
     return largest
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("matrix", [BANDED, BUFFERED, BinaryTree(rounds=ROUNDS)], ids=["banded", "buffered", "tree"])
 @pytest.mark.parametrize(
     "participation", [Epochs(3, separation=3), Epochs(2, separation=2), Epochs(9, separation=1), EveryRound()]

@@ -33,6 +33,7 @@ def total(way, kind, data, place, rounds=ROUNDS):
     return once.until(rounds, each)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ["iid", "skewed", "imbalance"])
 def test_all_ways_compute_equally_many_gradients(name):
     kind = four.SCENARIOS[name]
@@ -142,6 +143,7 @@ def test_messages_and_work_are_those_of_the_costs(splits):
     assert len(dropped.cohort(0)) == 10
 
 
+@pytest.mark.slow
 def test_one_device_with_as_many_examples_as_ten_thousand_others():
     train, test = four._imbalanced(Request(), 0)
     for data in (train, test):

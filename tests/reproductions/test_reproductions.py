@@ -325,6 +325,7 @@ def test_participants_alone_and_pooled(data):
     np.testing.assert_array_equal(pooled.client(0)["x"], np.concatenate([client["x"] for client in several.clients()]))
 
 
+@pytest.mark.slow
 def test_orders_of_participants(data):
     several = selective._participants(fedsim.datasets.load("mnist", data=data / "mnist", clients=100).train, "distributed")
     planned = {}
@@ -456,6 +457,7 @@ def test_workers_of_a_language_model_have_the_sites_or_a_share_of_every_site(dat
     )
 
 
+@pytest.mark.slow
 def test_random_quadratics_have_the_constants_of_the_paper_and_one_method_its_rounds():
     hessians, slopes, start = _random_quadratics.problem(nodes=12, seed=1, zeta2=0.5, r0=25.0)
     values = np.linalg.eigvalsh(hessians.mean(0).astype(np.float64))

@@ -43,6 +43,7 @@ def test_one_organization_takes_the_steps_of_split_learning(parties):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
+@pytest.mark.slow
 @needs_real
 def test_split_learning_reaches_the_auc_of_both_on_a_small_table():
     scores, _, _ = trained("breast", vertical.SplitLearning, steps=400)

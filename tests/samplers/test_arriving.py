@@ -75,7 +75,7 @@ EXECUTIONS = {
 }
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("how", "last"), [("streamed", 2), ("jit", None), ("debug", 2), ("groups", 2), ("eight devices", None), ("jit", 2)]
 )

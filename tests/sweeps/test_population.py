@@ -55,6 +55,7 @@ def assert_equals_separate_runs(result, make, own_sampler=sampler):
                 federation.assert_trees_close(jax.tree.map(lambda x, i=i, j=j, r=r: x[i, j, r, ...], result.infos), info)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("how", WAYS)
 def test_members_equal_separate_runs(how, monkeypatch):
     """Cohorts and initial states differ between seeds; the last dispatch and the last turn of the devices are not full."""
@@ -240,6 +241,7 @@ def test_a_device_that_runs_out_of_memory_runs_half_as_many_members(monkeypatch)
     assert_equals_separate_runs(result, fedprox)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The device ran out of memory")
 def test_rounds_that_run_again_are_counted_once(monkeypatch):
     sizes, bars = federation.out_of_memory_in_the_third_dispatch(monkeypatch), federation.progress_bars(monkeypatch)

@@ -95,6 +95,7 @@ def assert_ran_at_the_same_time(sweep):
     assert [line.get("seconds") for line in first] == [line.get("seconds") for line in second]
 
 
+@pytest.mark.slow
 def test_every_combination_has_the_folder_of_a_separate_run(finished, tmp_path):
     assert sorted(path.name for path in finished.iterdir() if path.is_dir()) == sorted(NAMES)
     alone = tmp_path / "alone"
@@ -107,6 +108,7 @@ def test_every_combination_has_the_folder_of_a_separate_run(finished, tmp_path):
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["devices", pytest.param("vmap", marks=slow)])
 def test_members_that_run_at_the_same_time_equal_separate_runs(how, tmp_path, no_pictures, caplog):
     """Three members on two devices; one compilation for all of them."""
@@ -152,7 +154,7 @@ def test_members_with_different_seeds_have_their_own_data_and_the_bits_of_separa
         assert recorded["examples"] == datasets.load("toy_regression", clients=6, seed=seed).train.num_examples
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [("toy_regression(clients=6)", []), ("digits(clients=20, seed=9)", ["--model", "digits_logistic", "--labels", "0.5"])],
@@ -254,6 +256,7 @@ def test_members_with_memories_of_clients_equal_separate_runs(tmp_path, no_pictu
     assert_ran_at_the_same_time(sweep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["devices", pytest.param("vmap", marks=slow)])
 def test_members_whose_checkpoints_are_of_different_rounds_continue_to_the_same_bits(how, tmp_path, no_pictures):
     """One member lost its last rounds, one has no round, one is finished."""
@@ -273,6 +276,7 @@ def test_members_whose_checkpoints_are_of_different_rounds_continue_to_the_same_
     assert (folder / "table.txt").read_text() == (unbroken / "table.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("always")
 @pytest.mark.parametrize(
     ("options", "reason"),
@@ -342,6 +346,7 @@ def test_updates_that_are_not_finite_warn_of_every_member(tmp_path, capsys, no_p
         assert f"warning: client_learning_rate={rate},seed=0: Round 0 aggregated no update" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["devices", pytest.param("sequential", marks=slow)])
 def test_updates_that_are_not_finite_name_the_member_and_stop_no_other_one(how, tmp_path, capsys, no_pictures):
     """Both waves have a member that fails before the last dispatch; when the sweep continues, all of the first wave fail."""
@@ -401,6 +406,7 @@ def test_a_device_that_runs_out_of_memory_runs_half_as_many_members(tmp_path, mo
     assert_close(tmp_path / "s" / RATE_NAMES[2], separate(tmp_path / "separate", RATE_NAMES[2]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("always")
 def test_rounds_that_run_again_are_counted_once(tmp_path, monkeypatch, capsys, no_pictures):
     bars = federation.progress_bars(monkeypatch)
@@ -463,6 +469,7 @@ def test_members_share_programs_whatever_their_learning_rates(algorithm):
     assert shared[0] is not shared[1]
 
 
+@pytest.mark.slow
 def test_the_table_has_means_and_deviations_and_names_the_best_setting(finished):
     with (finished / "members.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -506,6 +513,7 @@ def test_the_same_command_again_continues_and_another_sweep_is_refused(finished,
     assert "holds a run and not a sweep" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_seeds_alone_make_a_sweep(tmp_path, capsys):
     options = ["--rounds", "2", "--seed", "5", "--seeds", "2", "--folder", str(tmp_path / "s")]
     assert main(["run", *SMALL, *ONE_DEVICE, *options]) == 0

@@ -64,6 +64,7 @@ def online_seconds(intervals, shift, period, start, stop, tick=0.125):
     return tick * sum(int(np.sum((a <= ticks) & (ticks < b))) for a, b in intervals)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("period", [math.inf, 32.0])
 @pytest.mark.parametrize("shift", [0.0, -5.5])
 def test_pauses_against_counting(period, shift):

@@ -316,6 +316,7 @@ def check_invariants(settings, break_at):
     assert_equal(simulator({**settings, "faults": listed}).advance(12), found)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
 @hypothesis.given(settings=SETTINGS, break_at=st.integers(0, 12))
 def test_invariants_under_random_faults(settings, break_at):
@@ -331,6 +332,7 @@ def test_invariants_under_many_random_faults(settings, break_at):
         check_invariants(settings, break_at)
 
 
+@pytest.mark.slow
 def test_a_failing_schedule_is_written_with_the_command_that_repeats_it(tmp_path, monkeypatch):
     monkeypatch.setattr("fault_replay.FOLDER", tmp_path)
     failed = []

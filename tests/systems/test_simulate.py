@@ -55,7 +55,7 @@ def params_by_hand(schedule, mixing, seed=0):
     return states[-1].params
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("weighting", "kind"), [("uniform", systems.Buffered), ("examples", systems.FedBuff)])
 def test_fedbuff_is_the_mean_over_k_with_uniform_weighting(weighting, kind):
     """Line 11 of the paper's Algorithm 1: the update of a server step is 1/K times the sum of s(staleness) times update."""
@@ -77,7 +77,7 @@ def test_fedbuff_is_the_mean_over_k_with_uniform_weighting(weighting, kind):
     federation.assert_trees_close(result.state.server.params, states[-1].params)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "synchronization",
     [
@@ -179,6 +179,7 @@ class MeanOfX(fedsim.Algorithm):
 FEDBUFF = systems.Buffered(size=2, concurrency=4)
 
 
+@pytest.mark.slow
 def test_updates_of_an_own_algorithm_are_not_scaled_unless_it_declares_it():
     algorithm, data = MeanOfX(batches=fedsim.Batches(size=4), execution=fedsim.Jit()), sampler().data
     with pytest.raises(ValueError, match=r"MeanOfX does not declare.*capabilities = fedsim.Capabilities\(scalable=True\)"):
@@ -228,6 +229,7 @@ def test_every_algorithm_declares_whether_it_has_scales():
         assert is_scalable(object.__new__(cls)) == cls.capabilities.scalable, name
 
 
+@pytest.mark.slow
 def test_weights_are_refused_where_the_aggregate_is_a_sum():
     histogram = fedsim.algorithms.Histogram(low=-1.0, high=1.0, bins=2, batches=fedsim.Batches(size=4))
     with pytest.raises(ValueError, match="The updates of Histogram cannot have scales"):
@@ -271,6 +273,7 @@ def test_a_plan_estimates_the_time_of_a_simulation():
     assert fedsim.plan(made.algorithm, made.sampler.cohort(4)).seconds > 0
 
 
+@pytest.mark.slow
 def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path):
     options = {"synchronization": systems.Buffered(size=2, concurrency=4), "checkpoint_every": 2}
     unbroken = run(**options, folder=tmp_path / "unbroken")
@@ -309,7 +312,6 @@ FAULTS = systems.Faults(message_loss=0.3, client_failures=0.2, recovery=1.0, dup
 
 
 @pytest.mark.first(1)
-@pytest.mark.first(4)  # every model with the first seed
 @pytest.mark.parametrize(
     "synchronization",
     [
@@ -351,6 +353,7 @@ def test_metrics_count_messages_steps_and_clients():
         assert line["staleness_counts"] == counts.tolist()
 
 
+@pytest.mark.slow
 def test_a_run_can_end_at_a_simulated_time():
     options = {"synchronization": systems.Buffered(size=2, concurrency=4)}
     whole = run(rounds=12, **options)

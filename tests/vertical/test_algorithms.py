@@ -163,6 +163,7 @@ def test_messages_have_the_sizes_of_closed_forms():
     assert up["cvfl"] == (whole, 2 * whole + top)  # the embeddings of the two others, and the top model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cls", [vertical.FedBCD, *(pytest.param(cls, marks=pytest.mark.slow) for cls in (vertical.SplitLearning, vertical.CVFL))]
 )
