@@ -8,7 +8,8 @@ that have it, and stays as it is if none of the cohort does.
 Deviations: a client has one width, by its position in the population (the paper's "fix"). The paper's scaler (which divides
 activations in training by r), static batch normalization and masked cross-entropy are left out. Clients are weighted by
 ``weighting``. Sub-networks are simulated as the whole network with zeros, so a client computes as long as for the whole, and
-its messages count as if it sent all parameters; its info has the number that it really has.
+its messages count as if it sent all parameters; its info has the number that it really has. An aggregator that clips norms
+scales the share of the clients that have an entry as well, so the mean stays as large as without: clip in the client optimizer.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
+from fedsim.aggregators import Aggregator, DistributedMechanism, GaussianMechanism, LocallyNoised
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import Local, LocalTraining
-from fedsim.data import Batch
+from fedsim.data import Batch, FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 from fedsim.transfer import module_names
@@ -44,7 +46,8 @@ class HeteroFL(FedAvg):
       model, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: ``widths`` is no tuple or is empty, or one is not in (0, 1].
+      ValueError: ``widths`` is no tuple or is empty, or one is not in (0, 1]. Before the first round: the aggregator adds
+        noise for privacy.
 
     >>> import optax, fedsim
     >>> data = fedsim.datasets.load("digits", clients=2).train
@@ -101,6 +104,19 @@ class HeteroFL(FedAvg):
 
         return jax.tree_util.tree_map_with_path(of_leaf, params)
 
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        # An update has the movement and the client's width. Their quotient is the same after both were clipped.
+        aggregator: Aggregator | None = self.aggregator
+        while aggregator is not None:
+            if isinstance(aggregator, (DistributedMechanism, GaussianMechanism, LocallyNoised)):
+                raise ValueError(
+                    f"Expected an aggregator without noise with HeteroFL, got {type(aggregator).__name__}: the server divides "
+                    "a sum of movements by the share of the clients that have an entry, which undoes the clipping and has "
+                    "noise, too. Use FedAvg."
+                )
+            aggregator = getattr(aggregator, "inner", None)
+
     @property
     def _sizes(self) -> dict[str, int]:
         """The number of outputs of each module."""
@@ -130,16 +146,13 @@ class HeteroFL(FedAvg):
         masks = self.masks(shared.params, level)
         movement = jax.tree.map(jnp.multiply, tree.subtract(shared.params, local.params), masks)
         count = sum(jnp.sum(mask, dtype=jnp.float32) for mask in jax.tree.leaves(masks))
-        info = {"loss": local.loss.result(), "num_parameters": jnp.asarray(count, jnp.int32), "level": level}
-        return ClientUpdate(movement, self.weight(client), info)
+        info = {"loss": local.loss.result(), "num_parameters": jnp.asarray(count, jnp.int32)}
+        return ClientUpdate((movement, jax.nn.one_hot(level, len(self.widths))), self.weight(client), info)
 
     def server_update(self, state: Any, update: Any, info: RoundInfo) -> Any:
-        # The server knows who has which width. Shares within the update would be clipped and noised with it.
-        weight = info.clients["weight"]
-        sums = jnp.zeros(len(self.widths), weight.dtype).at[info.clients["level"]].add(weight)
-        shares = sums / jnp.where(sums.sum() > 0, sums.sum(), 1)
-        of_width = [self.masks(update, level) for level in range(len(self.widths))]
+        movement, shares = update  # of the cohort's weight, by width
+        of_width = [self.masks(movement, level) for level in range(len(self.widths))]
         held = jax.tree.map(lambda *masks: sum(s * m for s, m in zip(shares, masks, strict=True)), *of_width)
         # An entry that no client of the cohort has does not move.
-        mean = jax.tree.map(lambda x, share: x / jnp.where(share > 0, share, 1).astype(x.dtype), update, held)
+        mean = jax.tree.map(lambda x, share: x / jnp.where(share > 0, share, 1).astype(x.dtype), movement, held)
         return super().server_update(state, mean, info)

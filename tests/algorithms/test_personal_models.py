@@ -212,11 +212,10 @@ def test_heterofl_follows_algorithm_1():
     assert set(np.asarray(info.clients["num_parameters"]).tolist()) <= {44, 3 * 3 + 3 + 3 * 4 + 4, 0}
 
 
-def test_whole_networks_with_clipped_updates_are_fedavg_with_clipped_updates():
-    clip = fedsim.aggregators.Clipped(0.01)
-    whole, _ = run(make(algorithms.HeteroFL, widths=(1.0,), aggregator=clip))
-    average, _ = run(make(algorithms.FedAvg, aggregator=clip))
-    federation.assert_trees_close(whole.params, average.params)
+def test_heterofl_refuses_noise_that_it_would_divide():
+    noise = fedsim.aggregators.GaussianMechanism(1.0, clip=1.0, denominator=4)
+    with pytest.raises(ValueError, match="^Expected an aggregator without noise with HeteroFL, got GaussianMechanism: "):
+        run(make(algorithms.HeteroFL, aggregator=noise, weighting="uniform"))
 
 
 def test_noise_and_weight_decay_of_the_server_do_not_change_the_head_of_fedbabu():
