@@ -52,6 +52,10 @@ class NoiseMatrix:
         """Returns the first rows and columns of C, ``float64 [rounds, rounds]``."""
         raise NotImplementedError
 
+    def column(self, rounds: int) -> np.ndarray:
+        """Returns the beginning of the first column of C, ``float64 [rounds]``, which is all of a Toeplitz matrix."""
+        return self.dense(rounds)[:, 0]
+
     def init(self, noise: Noise) -> Memory:
         """Returns what `next` remembers before the first round. ``noise`` gives the structure, the shapes and dtypes."""
         raise NotImplementedError

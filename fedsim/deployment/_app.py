@@ -21,21 +21,10 @@ from fedsim.deployment._build_deployed import build_deployed
 from fedsim.deployment._deploy import check_deployable, check_options, for_nodes, run_on
 from fedsim.deployment._flower import FlowerNodes
 from fedsim.deployment._nodes import NodeError
+from fedsim.deployment._processes import PROJECT
 
 _POLL_SECONDS = 0.1
-_PROJECT = """\
-[project]
-name = "fedsim-run"
-version = "1.0.0"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "fedsim"
-
-[tool.flwr.app.components]
-serverapp = "fedsim_app.server:app"
-clientapp = "fedsim_app.client:app"
-
+_CONFIG = """
 [tool.flwr.app.config]
 folder = {folder}
 wait = 120.0
@@ -124,7 +113,8 @@ def write_app(
     given = for_nodes(config, settings, nodes, node_data)
     given["name"] = secrets.token_hex(8)  # Nodes keep the memories of clients under this name.
     (package / "run.json").write_text(json.dumps(given, indent=1) + "\n", encoding="utf-8")
-    (folder / "pyproject.toml").write_text(_PROJECT.format(folder=json.dumps(settings.folder)), encoding="utf-8")
+    project = PROJECT.format(name="fedsim-run") + _CONFIG.format(folder=json.dumps(settings.folder))
+    (folder / "pyproject.toml").write_text(project, encoding="utf-8")
     (package / "__init__.py").write_text("", encoding="utf-8")
     shutil.copy(_relay.__file__, package / "relay.py")
     file = 'Path(__file__).with_name("run.json")'

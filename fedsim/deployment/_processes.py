@@ -25,9 +25,10 @@ from fedsim.experiment.driving import Interruption
 _POLL_SECONDS = 0.1
 _SECONDS_TO_END = 3.0
 _VERSION = "1.42"
-_APP = """\
+# The description of an app, without its name.
+PROJECT = """\
 [project]
-name = "fedsim-deployment"
+name = "{name}"
 version = "1.0.0"
 dependencies = []
 
@@ -219,7 +220,7 @@ class FlowerProcesses:
         app = self.folder / name
         package = app / "fedsim_app"
         package.mkdir(parents=True)
-        (app / "pyproject.toml").write_text(_APP)
+        (app / "pyproject.toml").write_text(PROJECT.format(name="fedsim-deployment"))
         (package / "__init__.py").write_text("")
         shutil.copy(code, package / "code.py")
         for side in ("server", "client"):

@@ -210,7 +210,7 @@ def _sensitivity(matrix: NoiseMatrix, separation: int, most: int, rounds: int) -
     with matrix_factorization() as module, jax.enable_x64():
         if matrix.is_toeplitz:
             find = module.toeplitz.minsep_sensitivity_squared
-            return float(np.sqrt(find(jnp.array(matrix.dense(rounds)[:, 0]), min_sep=separation, max_participations=most)))
+            return float(np.sqrt(find(jnp.array(matrix.column(rounds)), min_sep=separation, max_participations=most)))
         if most <= -(-rounds // separation) and separation * most >= rounds:
             # All that a client can do is to begin in another round: its rounds are as far apart as they must be.
             turns = [matrix.dense(rounds)[:, first::separation].sum(axis=1) for first in range(min(separation, rounds))]
