@@ -2,11 +2,14 @@
 
 import fnmatch
 import glob
+import importlib.machinery
 import importlib.util
 import os
 import shlex
 import shutil
+import sys
 import tomllib
+import types
 from pathlib import Path
 
 import jax
@@ -14,6 +17,8 @@ import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
+
+import fedsim
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
@@ -69,13 +74,27 @@ def test_notebook_is_committed_with_the_outputs_of_a_complete_run(path):
         assert "/home/" not in out.text and "/tmp/" not in out.text
 
 
-def test_notebook_opens_in_colab_and_installs_itself(path):
+def test_notebook_opens_in_colab_and_installs_itself_from_the_tag_of_this_version(path):
     cells = read(path).cells
-    on_github = REPOSITORY.removeprefix("https://github.com/")
-    address = f"https://colab.research.google.com/github/{on_github}/blob/main/colab/{path.name}"
+    on_github, tag = REPOSITORY.removeprefix("https://github.com/"), f"v{fedsim.__version__}"
+    address = f"https://colab.research.google.com/github/{on_github}/blob/{tag}/colab/{path.name}"
     assert f"]({address})" in cells[0].source.splitlines()[0]
     first_code = next(cell.source for cell in cells if cell.cell_type == "code")
-    assert f"git+{REPOSITORY}" in first_code and "fedsim.use_all_cores()" in first_code
+    assert f"git+{REPOSITORY}@{tag}" in first_code and "fedsim.use_all_cores()" in first_code
+
+
+def test_notebook_has_an_exercise_before_its_last_links(path):
+    last = read(path).cells[-1].source
+    assert "## Exercise" in last and "https://" in last.partition("## Exercise")[2]
+
+
+def test_first_cell_says_that_another_project_is_installed(monkeypatch):
+    cell = next(cell.source for cell in read(NOTEBOOKS[0]).cells if cell.cell_type == "code")
+    other = types.ModuleType("fedsim")
+    other.__spec__ = importlib.machinery.ModuleSpec("fedsim", None)
+    monkeypatch.setitem(sys.modules, "fedsim", other)
+    with pytest.raises(AssertionError, match="another project"):
+        InteractiveShell().run_cell(cell).raise_error()
 
 
 @pytest.mark.filterwarnings("ignore:JAX had already started")  # tests run on eight devices
@@ -92,5 +111,5 @@ def test_first_cell_installs_jax_for_the_device_and_prints_the_devices(device, e
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == device else None)
     monkeypatch.setattr(glob, "glob", lambda pattern: fnmatch.filter([device or ""], pattern))
     shell.run_cell(cell).raise_error()
-    assert installed == [["install", "--quiet", extra, f"fedsim-jax[run] @ git+{REPOSITORY}"]]
+    assert installed == [["install", "--quiet", extra, f"fedsim-jax[run] @ git+{REPOSITORY}@v{fedsim.__version__}"]]
     assert f"JAX {jax.__version__} on {jax.devices()[0]}" in capsys.readouterr().out

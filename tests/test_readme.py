@@ -89,7 +89,7 @@ def test_the_run_with_traces_and_faults_reads_the_files_of_the_page(tmp_path, mo
 def test_links_and_paths_exist():
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith(("http", "#"))]
     targets += re.findall(r"`((?:fedsim|examples|colab|docs|benchmarks)/[\w./]*)`", README)
-    targets += re.findall(r"blob/main/(colab/\w+\.ipynb)", README)
+    targets += re.findall(r"blob/v[\d.]+/(colab/\w+\.ipynb)", README)
     assert len(targets) > 15
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
