@@ -6,10 +6,12 @@ has a hash of the results that it shows, which a test compares with the present 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ REPRODUCTIONS = HERE / "reproductions"
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000"]
 MARKERS = "os^DvPX"
 HATCHES = ["", "//", "..", "\\\\", "xx"]
+_MOST_ROWS = 30
 PEERS = {"fedsim": "fedsim", "fedjax": "FedJAX", "drjax": "DrJAX", "pfl": "pfl-research", "flower": "Flower"}
 
 
@@ -201,6 +204,54 @@ def first_number(text: str | None) -> float | None:
     return float(found[0].replace(",", "")) or None if found else None
 
 
+def results(path: Path) -> Figure:
+    """Points: the rows of a reproduction with their least and most over seeds, beside the paper's; a panel for each measure."""
+    measures: dict[str, list[dict[str, Any]]] = {}
+    for row in _rows(path):
+        if first_number(row["ours"]) and any(value is not None for value in row["values"] or []):
+            measures.setdefault(row["measure"], []).append(row)
+    # The measures that the paper has come first, then those with most rows.
+    order = sorted(
+        measures,
+        key=lambda name: (-sum(first_number(row["paper"]) is not None for row in measures[name]), -len(measures[name])),
+    )
+    shown = [(name, measures[name][:_MOST_ROWS]) for name in order[:2]]
+    heights = [len(rows) + 2.5 for _, rows in shown]
+    figure = Figure(figsize=(8, 0.24 * sum(heights) + 0.4), layout="constrained")
+    panels = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, rows) in zip(panels, shown, strict=True):
+        drawn: list[float] = []
+        for at, row in enumerate(rows):
+            ours, values = first_number(row["ours"]), [value for value in row["values"] if value is not None]
+            assert ours is not None
+            scale = ours / (sum(values) / len(values))  # the text may be in per cent
+            axes.plot([scale * min(values), scale * max(values)], [at, at], color=COLOURS[0], lw=2, alpha=0.5)
+            axes.plot(
+                ours,
+                at,
+                marker="o",
+                color=COLOURS[0],
+                ls="",
+                label=None if at else "fedsim (line: least and most of the seeds)",
+            )
+            drawn += [scale * min(values), scale * max(values)]
+            if (paper := first_number(row["paper"])) is not None:
+                given = [line.get_label() for line in axes.lines]
+                axes.plot(
+                    paper, at, marker="D", color=COLOURS[4], mfc="none", ls="", label=None if "paper" in given else "paper"
+                )
+                drawn.append(paper)
+        axes.set_yticks(range(len(rows)), [textwrap.shorten(row["case"], 64, placeholder=" …") for row in rows], fontsize=8)
+        axes.invert_yaxis()
+        axes.grid(axis="x", alpha=0.3)
+        if min(drawn) > 0 and max(drawn) > 20 * min(drawn):
+            axes.set_xscale("log")
+        rest = len(measures[name]) - len(rows)
+        axes.set_xlabel(name + (f" (the first {len(rows)} of {len(rows) + rest} rows)" if rest else ""), fontsize=9)
+        axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
+    return figure
+
+
 def simulated_time() -> Figure:
     """Bars: simulated seconds to a target; points: accuracy against simulated time with faults."""
     figure, (left, right) = _axes(2, width=10, height=4)
@@ -280,6 +331,13 @@ FIGURES: dict[str, tuple[Callable[[], Figure], list[Path]]] = {
     "papers": (papers, sorted(REPRODUCTIONS.glob("*.json"))),
     "simulated_time": (simulated_time, [REPRODUCTIONS / "unus_staleness.json", REPRODUCTIONS / "unus_faults.json"]),
     "round": (round_, []),
+}
+# A picture for each reproduction that none of these shows alone.
+_SHOWN = {path for name, (_, paths) in FIGURES.items() if name != "papers" for path in paths}
+FIGURES |= {
+    f"results_{path.stem}": (functools.partial(results, path), [path])
+    for path in sorted(REPRODUCTIONS.glob("*.json"))
+    if path not in _SHOWN
 }
 
 

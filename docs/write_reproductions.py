@@ -154,8 +154,9 @@ def _page(name: str, rows: Rows) -> str:
     if numbers or statements:
         parts = [f"Near the paper's: {near} of {numbers} numbers."] * bool(numbers)
         lines += [" ".join([*parts, *[f"Hold: {hold} of {statements} statements."] * bool(statements)]), ""]
-    if name in PICTURES:
-        file, text = PICTURES[name]
+    if rows:
+        own = f"results_{name}", f"Results of {name}, a point for each row, beside the paper's where it has any"
+        file, text = PICTURES.get(name, own)
         lines += [f"![{text}](../figures/{file}.png)", ""]
     published = [row for row in rows if row["paper"]]
     if 0 < len(published) < len(rows) and len(published) <= 24:
