@@ -80,8 +80,8 @@ def assert_same_bits(one: Path, other: Path) -> None:
     assert lines_of(one) == lines_of(other)
 
 
-@pytest.mark.slow
 def test_two_processes_give_the_bits_of_one_with_as_many_devices(tmp_path):
+    """It is in `make test`, because nothing else there runs in several processes."""
     run = [*RUN, "--algorithm", "scaffold", "--example-storage", "stream", "--rounds", "6", "--folder"]
     printed = finished(2, *run, tmp_path / "two")
     finished(1, *run, tmp_path / "one")
@@ -109,6 +109,24 @@ def test_runs_give_the_bits_of_one_process(tmp_path, processes, options):
     finished(processes, *run, tmp_path / "several")
     finished(1, *run, tmp_path / "one")
     assert_same_bits(tmp_path / "several", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_signal_and_gives_the_bits_of_one_process(tmp_path):
+    sweep = [*RUN, "--client-learning-rate", "0.05,0.1", "--seeds", "2", "--rounds", "6", "--folder"]
+    running = started(2, *sweep, tmp_path / "several")
+    first = tmp_path / "several" / "client_learning_rate=0.05,seed=0" / "metrics.jsonl"
+    wait_for(first.exists)
+    running[1].send_signal(signal.SIGTERM)  # Process 0 hears of it.
+    printed = outputs(running)
+    assert [process.returncode for process in running] == [128 + signal.SIGTERM] * 2, "\n".join(printed)
+    assert "fedsim resume" in printed[0] and "fedsim resume" not in printed[1]
+    printed = finished(2, "resume", tmp_path / "several")
+    assert "4 runs of 6 rounds" in printed[0] and "runs of" not in printed[1]
+    finished(1, *sweep, tmp_path / "one", "--sweep-mode", "sequential")
+    for member in sorted(path.name for path in (tmp_path / "one").iterdir() if path.is_dir()):
+        assert_same_bits(tmp_path / "several" / member, tmp_path / "one" / member)
+    assert (tmp_path / "several" / "members.csv").read_text() == (tmp_path / "one" / "members.csv").read_text()
 
 
 def wait_for(condition, seconds=120):

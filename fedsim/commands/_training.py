@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 import fedsim
 from fedsim import experiment
 from fedsim.commands._options import Option, options_of, parse
@@ -93,8 +91,6 @@ def train(
     """Trains a run, or a sweep if options have several values or there are several seeds; returns the exit status."""
     result: Any
     if varied or seeds:
-        if jax.process_count() > 1:
-            raise ValueError("Expected a single run in several processes, got several values or seeds: start each run alone.")
         result = sweep(config, settings, varied, seeds or 1, how, table=True, differing=differing)
     else:
         built = experiment.build(config, settings)

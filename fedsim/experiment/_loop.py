@@ -169,8 +169,7 @@ def run(
     def dispatch() -> DispatchedRounds | None:
         nonlocal stopped_by
         current.wait_for_others()
-        numbers = [number for number in distributed.of_all(interruption.signal) if number]
-        stopped_by = signal.Signals(numbers[0]) if numbers else None
+        stopped_by = interruption.received()
         can_go_on = current.position < current.rounds and not current.waits and not stopped_by
         return current.dispatch() if can_go_on else None
 

@@ -7,6 +7,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from fedsim import distributed
+
 
 class Interruption:
     """A context in which the first SIGINT or SIGTERM is only recorded. The second one has its usual effect.
@@ -25,6 +27,13 @@ class Interruption:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
+
+    def received(self) -> signal.Signals | None:
+        """Returns the signal that any process of the run has received; None before that. All processes have to call it."""
+        numbers = [number for number in distributed.of_all(self.signal) if number]
+        if numbers:
+            self.signal = signal.Signals(numbers[0])
+        return self.signal
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from tqdm import tqdm
 
+from fedsim import distributed
 from fedsim.configuration import How
 from fedsim.data import Cohort
 from fedsim.execution import Member, Wave, release
@@ -50,6 +51,7 @@ def run_groups(groups: Sequence[tuple[How, Sequence[Job]]], progress: bool, inte
     jobs, failed = [job for _, group in groups for job in group], Failed()
     counted = {job: job.rounds if job.is_finished else 0 for job in jobs}
     total, initial = sum(job.rounds for job in jobs), sum(counted.values())
+    shows = progress and len(jobs) > 0 and distributed.is_first()
 
     def advance(job: Job, position: int) -> None:
         new = max(0, position - counted[job])  # Rounds run again after a device ran out of memory.
@@ -57,13 +59,13 @@ def run_groups(groups: Sequence[tuple[How, Sequence[Job]]], progress: bool, inte
         counted[job] += new
 
     def run(together: Sequence[Job], on_device: int, plans: Plans | None) -> None:
-        if not (interruption and interruption.signal):
+        if not (interruption and interruption.received()):
             _release_others(jobs, together)
             bar.set_description(together[0].name + (f" and {len(together) - 1} more" if len(together) > 1 else ""))
             failed.update(_run_wave(together, on_device, plans, advance, interruption))
 
     with (
-        tqdm(total=total, initial=initial, unit="round", disable=not (progress and jobs), dynamic_ncols=True) as bar,
+        tqdm(total=total, initial=initial, unit="round", disable=not shows, dynamic_ncols=True) as bar,
         warnings_above(bar),
     ):
         for how, group in groups:
@@ -126,7 +128,7 @@ def _run_wave(
     for run in others:
         run.draw()
     stopped = [run.position for run in others if run.position < run.rounds]
-    if interruption and interruption.signal and stopped:
+    if interruption and interruption.signal and stopped and distributed.is_first():
         rounds = f"round {stopped[0]}" if len(set(stopped)) == 1 else f"rounds {min(stopped)} to {max(stopped)}"
         print(f"\n{interruption.signal.name}: stopped {len(stopped)} run(s) after {rounds}.", file=sys.stderr)
     return failed
@@ -202,7 +204,7 @@ class _Lockstep:
         """Sends the next rounds of all members that have rounds left. The others wait."""
         left = {job: run for job, run in self._runs.items() if run.position < run.rounds and job not in self._failed}
         left = {job: run for job, run in left.items() if not run.waits}
-        if not left or self._errors or (self._interruption and self._interruption.signal):
+        if not left or self._errors or (self._interruption and self._interruption.received()):
             return None
         self._finished = None  # Its states need not stay on the devices.
         if self._wave is None:

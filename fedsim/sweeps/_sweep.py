@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from fedsim import rng
+from fedsim import distributed, rng
 from fedsim.configuration import Experiment, How, RunConfig, Settings, build_members
 from fedsim.durable_files import replace_text, writing
 from fedsim.experiment import read_sweep
@@ -105,6 +106,7 @@ def sweep(
     if any("seed" in names for names in ([varied] if isinstance(varied, Mapping) else varied)):
         raise ValueError("Expected seeds in seeds, got seed in varied: pass seeds=[...].")
     folder = Path(settings.folder)
+    continued = f"To continue the sweep: {resume_command(folder)}"
     members = members_of(folder, config, varied, chosen_seeds, differing)
     experiments = build_members([own for _, own in members], settings)
     for (member, _), experiment in zip(members, experiments, strict=True):
@@ -112,13 +114,18 @@ def sweep(
             experiment.algorithm.check(experiment.sampler.data)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with RunFolder(folder).lock():
+    with contextlib.ExitStack() as locked:
+        distributed.in_first(lambda: locked.enter_context(RunFolder(folder).lock()))
         imported = {id(module): module for _, own in members for module in imported_modules(own)}
         code = code_of(*(experiment[:2] for experiment in experiments), *imported.values())
         new = {"config": dataclasses.asdict(config), "varied": _plain(varied), "seeds": chosen_seeds}
-        how = _initialize(folder, new | ({"differing": differing} if differing else {}), settings, how, code)
-        groups = ways(_jobs(members, experiments, settings), how, alike=False)
-        with Interruption() as interruption:
+        new |= {"differing": differing} if differing else {}
+        distributed.check_alike({"sweep": json.loads(json.dumps(new)), "code": dict(code)}, "configuration")
+        way = distributed.from_first(
+            distributed.in_first(lambda: _initialize(folder, new, settings, how, code)) or "sequential"
+        )
+        groups = ways(_jobs(members, experiments, settings), way, alike=False)
+        with Interruption() as interruption, distributed.losses_named(lambda: continued):
             failed = run_groups(groups, settings.progress, interruption)
         finished = [
             with_result(member, LossMonitor.of(experiment.algorithm))
@@ -129,17 +136,18 @@ def sweep(
         result = SweepResult(
             members=finished, folder=folder, interrupted=stopped, varied=varied if isinstance(varied, Mapping) else None
         )
-        replace_text(folder / "members.csv", csv_of(result))
-        replace_text(folder / "table.txt", result.table() + "\n")
+        distributed.in_first(lambda: _write_tables(result))
     failures = f"{len(failed)} of {len(members)} runs failed. {folder / 'table.txt'} has the {len(finished)} that finished."
     failures = "\n  ".join([failures, *failed.values()])
-    if stopped:
+    if failed and not stopped:
+        raise FloatingPointError(failures)
+    if not distributed.is_first():
+        pass  # Process 0 says the same.
+    elif stopped:
         if failed:
             print(failures, file=sys.stderr)
         print(f"The sweep ended after {len(finished)} of {len(members)} runs.", file=sys.stderr)
-        print(f"To continue the sweep: {resume_command(folder)}", file=sys.stderr)
-    elif failed:
-        raise FloatingPointError(failures)
+        print(continued, file=sys.stderr)
     elif settings.progress if table is None else table:
         print(
             f"{len(members)} runs of {config.rounds} rounds: the last evaluation, mean ± standard deviation over seeds\n\n"
@@ -175,6 +183,11 @@ def members_of(
         with named(member.name):
             members.append((member, dataclasses.replace(own_config, **general, seed=seed, hyperparameters=own)))
     return members
+
+
+def _write_tables(result: SweepResult) -> None:
+    replace_text(result.folder / "members.csv", csv_of(result))
+    replace_text(result.folder / "table.txt", result.table() + "\n")
 
 
 def _plain(varied: Varied) -> Any:
@@ -219,7 +232,7 @@ def _initialize(folder: Path, content: Mapping[str, Any], settings: Settings, ho
 
 def _jobs(members: Sequence[tuple[SweepMember, RunConfig]], experiments: Sequence[Experiment], settings: Settings) -> list[Job]:
     """Returns what is to run: all members, or none if all are finished."""
-    finished = [RunFolder(member.folder).is_finished(own) for member, own in members]
+    finished = distributed.from_first([RunFolder(member.folder).is_finished(own) for member, own in members])
     if all(finished):
         return []
     jobs = []

@@ -62,14 +62,20 @@ class Job:
 
 
 def chosen_way(how: How | None) -> How:
-    """Returns ``how``; None is ``"devices"`` on a CPU and ``"vmap"`` otherwise.
+    """Returns ``how``; None is ``"devices"`` on a CPU and ``"vmap"`` otherwise, and ``"sequential"`` in several processes.
 
     >>> chosen_way("sequential")
     'sequential'
     """
+    several = jax.process_count() > 1
     if how is None:
-        return "devices" if jax.default_backend() == "cpu" else "vmap"
+        return "sequential" if several else "devices" if jax.default_backend() == "cpu" else "vmap"
     checks.one_of("vmap", "devices", "sequential", how=how, remedy="None chooses by the device")
+    if several and how != "sequential":
+        raise ValueError(
+            f"Expected how='sequential' in several processes, where members run one after another, got how={how!r}: leave it "
+            "out, and continue in one process what began in one."
+        )
     return how
 
 
