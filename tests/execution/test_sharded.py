@@ -77,6 +77,34 @@ def test_results_are_those_of_one_device(name, way):
     federation.assert_trees_close((federation.plain(state), info), expected(name))
 
 
+def normalized(examples, is_training=True):
+    return hk.Linear(federation.NUM_CLASSES)(fedsim.models.BatchNorm()(hk.Linear(8)(examples["x"]), is_training))
+
+
+def recurrent(examples):
+    """Reads the 3 numbers of an example as a sequence."""
+    return hk.Linear(federation.NUM_CLASSES)(fedsim.models.LSTM(8)(examples["x"][..., None])[:, -1])
+
+
+MODELS = {
+    "recurrent": (hk.transform(recurrent), {}),
+    "running statistics": (hk.transform_with_state(normalized), {}),
+    "frozen and kept parts": (hk.transform(network), {"frozen": ["linear/w"], "kept": ["linear_1/w"]}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["2 x 2", "1 x 2 x 2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_results_of_models_with_loops_statistics_and_parts_are_those_of_one_device(name, way):
+    transformed, parts = MODELS[name]
+    network = fedsim.Model.from_haiku(transformed, features=federation.FEATURES, num_classes=federation.NUM_CLASSES)
+    network = network.with_parts(**parts) if parts else network
+    options = {"client_optimizer": optax.sgd(0.1), "model": network, "batches": BATCHES}
+    results = [run(fedsim.algorithms.FedAvg(**options, execution=execution))[0] for execution in (WAYS[way], fedsim.Jit())]
+    federation.assert_trees_close(*map(federation.plain, results))
+
+
 def test_states_and_memories_are_divided_like_the_parameters():
     state, _ = run(make("SCAFFOLD", WAYS["2 x 2"]))
     weights = state.server.params["linear"]["w"], state.server.opt_state, state.clients.rows
