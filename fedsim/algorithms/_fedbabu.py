@@ -18,10 +18,11 @@ import optax
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining
+from fedsim.algorithms._representation import check_body
 from fedsim.data import FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, RoundInfo
-from fedsim.transfer import Head, head_of, in_head, module_names
+from fedsim.transfer import Head, head_of, in_head
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -65,12 +66,7 @@ class FedBABU(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        modules = module_names(self.model)
-        if self.head is None and len(modules) == 1:
-            raise ValueError(
-                f"All parameters are in one module, {modules[0]!r}, which would be the head, so nothing would be trained. Use "
-                "a model with more modules, or set head to select the parameters that do not change."
-            )
+        check_body(self.model, self.head)
 
     def local_training(self, shared: Any, client: Client) -> LocalTraining:
         training = super().local_training(shared, client)

@@ -20,11 +20,12 @@ from fedsim import rng, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import Local
+from fedsim.algorithms._representation import check_body
 from fedsim.algorithms._server_step import first_state
 from fedsim.data import FederatedData
 from fedsim.model import PARTS_IN_WORDS, Params
 from fedsim.rounds import Client, ClientUpdate
-from fedsim.transfer import Head, head_of, module_names
+from fedsim.transfer import Head, head_of
 
 if TYPE_CHECKING:
     Base = FedAvg
@@ -78,12 +79,7 @@ class OwnHead(Base):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        modules = module_names(self.model)
-        if self.head is None and len(modules) == 1:
-            raise ValueError(
-                f"All parameters are in one module, {modules[0]!r}, which would be the head, so there would be no "
-                "body. Use a model with more modules, or set head to select the parameters that belong to it."
-            )
+        check_body(self.model, self.head)
 
     @functools.cached_property
     def _is_head(self) -> Head:

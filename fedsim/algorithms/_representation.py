@@ -1,4 +1,4 @@
-"""The representation of examples: what a model computes before its last module, which MOON and FedProto compare."""
+"""What a model computes before its last module: the representation that MOON and FedProto compare, the body of FedPer."""
 
 from __future__ import annotations
 
@@ -64,3 +64,13 @@ def features_of(model: Model, representation: Representation | None = None) -> F
 
 def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(len(x), -1)
+
+
+def check_body(model: Model, head: Any) -> None:
+    """Raises ``ValueError`` if the default head, the last module, is the whole model, so that there is no body before it."""
+    modules = module_names(model)
+    if head is None and len(modules) == 1:
+        raise ValueError(
+            f"All parameters are in one module, {modules[0]!r}, which would be the head, so there would be no body. Use a "
+            "model with more modules, or set head to select the parameters that belong to it."
+        )
