@@ -84,11 +84,11 @@ def rounds(populations: list[int], cohort: int, turns: int, rounds: int) -> list
     return rows
 
 
-def cohort(model: str, clients: int, population: int, steps: int) -> Figures:
-    """Measures rounds of ``clients`` of a population with 20 images each, at least two of them and ``steps`` local steps."""
+def cohort(model: str, clients: int, devices: int, population: int, steps: int) -> Figures:
+    """Measures rounds of ``clients`` of a population with 20 images each, at least one of them and ``steps`` local steps."""
     import fedsim
 
-    fedsim.use_all_cores()
+    fedsim.use_all_cores(devices)
     draw = np.random.default_rng(0)
     columns = {
         "x": draw.integers(0, 256, (population * 20, 28, 28, 1), np.uint8),
@@ -96,10 +96,11 @@ def cohort(model: str, clients: int, population: int, steps: int) -> Figures:
     }
     data = fedsim.FederatedData.from_arrays(columns, sizes=np.full(population, 20))
     network = {"logistic": fedsim.models.emnist_logistic, "cnn": fedsim.models.emnist_cnn}[model]()
-    run, _ = _timed_rounds(network, data, "resident", clients, size=10)
-    rounds = max(2, steps // (2 * clients))
+    run, _ = _timed_rounds(network, data, "resident", clients, size=10, untimed=1)
+    rounds = max(1, steps // (2 * clients))
     seconds = run(rounds)
-    return {"model": model, "clients": clients, "us_per_step": 1e6 * seconds / (rounds * 2 * clients), "peak_mib": _peak_mib()}
+    figures = {"ms_per_round": 1e3 * seconds / rounds, "us_per_step": 1e6 * seconds / (rounds * 2 * clients)}
+    return {"model": model, "clients": clients, "devices": devices} | figures | {"peak_mib": _peak_mib()}
 
 
 def write_images(path: str, clients: int) -> Figures:
@@ -139,8 +140,10 @@ def _digits(memory: Any, clients: int, cohort: int) -> Callable[[int], float]:
     return _timed_rounds(fedsim.models.digits_dense(), data, memory, cohort, size=10)[0]
 
 
-def _timed_rounds(model: Any, data: Any, memory: Any, cohort: int, size: int) -> tuple[Callable[[int], float], Any]:
-    """Returns a compiled function that runs rounds and returns their seconds, and the state after its first rounds."""
+def _timed_rounds(
+    model: Any, data: Any, memory: Any, cohort: int, size: int, untimed: int = 2
+) -> tuple[Callable[[int], float], Any]:
+    """Returns a compiled function that runs rounds and returns their seconds, and the state after the first, untimed rounds."""
     import jax
     import optax
 
@@ -164,7 +167,7 @@ def _timed_rounds(model: Any, data: Any, memory: Any, cohort: int, size: int) ->
         jax.block_until_ready(state)
         return time.perf_counter() - start
 
-    run(2)
+    run(untimed)
     return run, state
 
 

@@ -256,12 +256,19 @@ def data(args: argparse.Namespace) -> Iterator[Record]:
 
 
 def cohorts(args: argparse.Namespace) -> Iterator[Record]:
-    """Large cohorts, each in a process of its own, of clients with 20 random images; and a file of ten million clients."""
-    for model, sizes in {"logistic": (1_000, 100_000), "cnn": (1_000, 10_000)}.items():
-        steps = 2 * sizes[-1]
-        found = [measured(args, "cohort", model=model, clients=clients, population=sizes[-1], steps=steps) for clients in sizes]
-        ratio = {name: found[1][name] / found[0][name] for name in ("us_per_step", "peak_mib")}
-        yield {"rows": [*found, {"model": model, "clients": "ratio"} | ratio]}
+    """Cohorts of many sizes, each in a process of its own, of clients with 20 random images; and a file of ten million clients.
+
+    The last row of a model compares its largest cohort with one of 1,000 clients.
+    """
+    for model, devices, sizes in (
+        ("logistic", 1, (10, 100, 1_000, 10_000, 100_000)),
+        ("logistic", 2, (10, 100, 1_000, 10_000, 100_000)),
+        ("cnn", 2, (100, 1_000, 10_000)),
+    ):
+        options = {"model": model, "devices": devices, "population": sizes[-1], "steps": sizes[-1]}
+        found = {clients: measured(args, "cohort", clients=clients, **options) for clients in sizes}
+        ratio = {name: found[sizes[-1]][name] / found[1_000][name] for name in ("us_per_step", "peak_mib")}
+        yield {"rows": [*found.values(), {"model": model, "clients": "ratio", "devices": devices} | ratio]}
     with tempfile.TemporaryDirectory() as folder:
         file = {"path": f"{folder}/clients.fedsim", "clients": 10_000_000}
         yield {"rows": [measured(args, "write_images", **file) | measured(args, "first_rounds", **file)]}
