@@ -34,6 +34,7 @@ from fedsim.reproductions._robustness_femnist import ROBUSTNESS
 from fedsim.reproductions._scaffold_emnist import SCAFFOLD_EMNIST
 from fedsim.reproductions._tables import markdown_table as markdown_table
 from fedsim.reproductions._tables import text_table as text_table
+from fedsim.reproductions._tff_dp_digits import TFF_DP_DIGITS
 from fedsim.reproductions._transfer import TRANSFER
 from fedsim.reproductions._unus_dssgd import UNUS_DSSGD
 from fedsim.reproductions._unus_faults import UNUS_FAULTS
@@ -68,6 +69,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         ATTACKS_AND_DEFENSES,
         OPACUS_MNIST,
         DP_FTRL_FEMNIST,
+        TFF_DP_DIGITS,
     )
 }
 

@@ -418,6 +418,7 @@ TINY = [
     ("attacks_and_defenses", ["dp-8", "secure"]),
     ("opacus_mnist", ["epsilon-1"]),
     ("dp_ftrl_femnist", ["tree"]),
+    ("tff_dp_digits", ["epsilon-2"]),
 ]
 
 
