@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import os
 import time
@@ -54,8 +55,8 @@ class Aggregated(NamedTuple):
       received: what the server received from them: their masked vectors, ``uint32 [len(counted), d]``.
       bytes_up: bytes that each client sent, ``int64 [n]``.
       bytes_down: bytes that each client received, ``int64 [n]``.
-      client_seconds: time of each client's computations, one after another, ``float64 [n]``.
-      server_seconds: time of the server's computations.
+      client_seconds: processor time of each client's computations, ``float64 [n]``.
+      server_seconds: processor time of the server's computations.
     """
 
     sum: np.ndarray
@@ -163,7 +164,7 @@ class SecureAggregation:
                 costs.up[i] += _BYTES
             costs.down[i] += -(-len(neighbors[i]) // 8)  # a bit for each neighbour
 
-        start = time.perf_counter()
+        start = time.thread_time()
         total = np.zeros(vectors.shape[1], np.uint32)
         for vector in received.values():
             total += vector
@@ -172,7 +173,7 @@ class SecureAggregation:
             secret = _reconstructed(mask_keys[i], self.threshold, i)
             masks += [(_agreed(secret, public[j][1]), i < j) for j in neighbors[i] if j in received]
         total = _with_masks(total, masks) & np.uint32(2**self.modulus_bits - 1)
-        seconds = time.perf_counter() - start
+        seconds = time.thread_time() - start
         order = np.stack([received[i] for i in counted])
         return Aggregated(total, counted, order, costs.up, costs.down, costs.seconds, seconds)
 
@@ -231,6 +232,7 @@ class _Client:
         self.protocol, self.position, self.vector, self.generator = protocol, position, vector, generator
         self.channel_key, self.mask_key, self.seed = (_drawn(generator) for _ in range(3))
         self.public: dict[int, tuple[int, int]] = {}
+        self.channels: dict[int, int] = {}
         self.shares: dict[int, Shares] = {}
 
     def advertise(self) -> tuple[int, int]:
@@ -240,6 +242,7 @@ class _Client:
     def share(self, public: dict[int, tuple[int, int]]) -> dict[int, bytes]:
         """Returns for each neighbour an encrypted share of the mask key and of the seed."""
         self.public = public
+        self.channels = {j: _agreed(self.channel_key, keys[0]) for j, keys in public.items()}
         mask_keys = _divided(self.mask_key, self.protocol.threshold, public, self.generator)
         seeds = _divided(self.seed, self.protocol.threshold, public, self.generator)
         return {j: self._encrypted(self.position, j, _to_bytes(mask_keys[j]) + _to_bytes(seeds[j])) for j in public}
@@ -269,9 +272,9 @@ class _Client:
 
     def _encrypted(self, owner: int, other: int, text: bytes) -> bytes:
         """Encrypts shares of ``owner`` for the channel to ``other``, or decrypts them: a pad is added modulo 2."""
-        secret = _agreed(self.channel_key, self.public[other][0])
-        pad = b"".join(hashlib.sha256(_to_bytes(secret) + bytes([part]) + owner.to_bytes(8)).digest() for part in range(2))
-        return bytes(a ^ b for a, b in zip(text, pad, strict=True))
+        secret = _to_bytes(self.channels[other])
+        pad = b"".join(hashlib.sha256(secret + bytes([part]) + owner.to_bytes(8)).digest() for part in range(2))
+        return (int.from_bytes(text) ^ int.from_bytes(pad)).to_bytes(len(text))
 
 
 def _drawn(generator: np.random.Generator) -> int:
@@ -298,13 +301,13 @@ def _with_masks(vector: np.ndarray, masks: Iterable[tuple[int, bool]]) -> np.nda
     for start in range(0, len(total), _BLOCK):  # a block stays in the cache of a core while all masks are added to it
         block = total[start : start + _BLOCK]
         for stream, operation in streams:
-            operation(block, _random_words(stream).view(np.uint32)[: len(block)], out=block)
+            operation(block, _random_words(stream, len(block)), out=block)
     return total
 
 
-def _random_words(stream: np.random.Generator) -> np.ndarray:
-    """Returns the next random bits, ``uint64``, by a function that releases the interpreter's lock, unlike ``random_raw``."""
-    return stream.integers(2**64 - 1, size=_BLOCK // 2, dtype=np.uint64, endpoint=True)
+def _random_words(stream: np.random.Generator, count: int) -> np.ndarray:
+    """Returns the next random words ``uint32``, by a function that releases the interpreter's lock, unlike ``random_raw``."""
+    return stream.integers(2**64 - 1, size=-(-count // 2), dtype=np.uint64, endpoint=True).view(np.uint32)[:count]
 
 
 def _divided(secret: int, threshold: int, holders: Iterable[int], generator: np.random.Generator) -> dict[int, int]:
@@ -327,12 +330,18 @@ def _reconstructed(shares: Mapping[int, int], threshold: int, owner: int) -> int
             f"Expected at least threshold={threshold} neighbours of client {owner} to answer, got {len(shares)}: too many "
             "clients dropped out, so the sum is not revealed. Give a smaller threshold, or more neighbors."
         )
-    points = [holder + 1 for holder in sorted(shares)[:threshold]]
-    secret = 0
+    holders = tuple(sorted(shares)[:threshold])
+    return sum(shares[holder] * factor for holder, factor in zip(holders, _factors(holders), strict=True)) % _PRIME
+
+
+@functools.lru_cache(maxsize=16)  # Owners that are no holders themselves have the same holders.
+def _factors(holders: tuple[int, ...]) -> list[int]:
+    """Returns Lagrange's factors, by which the shares of these holders are multiplied in the interpolation at 0."""
+    points, factors = [holder + 1 for holder in holders], []
     for x in points:
         above = below = 1
         for other in points:
             if other != x:
                 above, below = above * other % _PRIME, below * (other - x) % _PRIME
-        secret += shares[x - 1] * above * pow(below, -1, _PRIME)
-    return secret % _PRIME
+        factors.append(above * pow(below, -1, _PRIME) % _PRIME)
+    return factors

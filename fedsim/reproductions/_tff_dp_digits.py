@@ -179,9 +179,9 @@ TFF_DP_DIGITS = Reproduction(
     "download",
     cases=_cases,
     notes="FedAvg with momentum on the server trains a perceptron for 100 rounds, in which every writer takes part with the "
-    "same probability, independently. Clients train for one epoch with batches of 32 and the rate 0.01. Updates have equal "
-    "weights, and are clipped to a norm that follows the median of their norms, from 0.1 on. The numbers of writers in a round and the "
-    "noise are the tutorial's, so the accuracies can be compared with fewer writers; ε cannot, because it depends on the share "
-    "of the writers that a round has. δ is 1e-5, and ε that of privacy loss distributions. The tutorial's numbers are of one "
-    "run each.",
+    "same probability, independently. Clients train for one epoch with batches of 32 and the rate 0.01. Updates have "
+    "equal weights, and are clipped to a norm that follows the median of their norms, from 0.1 on. The numbers of "
+    "writers in a round and the noise are the tutorial's, so the accuracies can be compared with fewer writers; ε "
+    "cannot, because it depends on the share of the writers that a round has. δ is 1e-5, and ε that of privacy loss "
+    "distributions. The tutorial's numbers are of one run each.",
 )
