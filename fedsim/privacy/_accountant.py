@@ -48,7 +48,8 @@ def epsilon(
       delta: δ, in (0, 1). It should be below one over the number of clients.
       relation: ``"add_or_remove"``: all populations that differ by the presence of one client are nearly indistinguishable;
         ``"replace_one"``: those in which one client is replaced by any other, which changes the sum by up to two norms;
-        ``"zero_out"``: those in which a client sends zeros, and keeps its place in the order of the clients.
+        ``"zero_out"``: those in which a client sends zeros, also to the count of an `AdaptiveClip`, and keeps its place in the
+        order of the clients.
         Default: the one that is known for this participation.
       method: ``"pld"`` composes privacy loss distributions, ``"rdp"`` Rényi divergences. Default: the better one that is known.
       interval: for ``"pld"``, losses are rounded up to multiples of it.

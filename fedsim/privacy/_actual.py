@@ -21,9 +21,10 @@ from fedsim.privacy._participation import EveryRound
 class Actual:
     """What the finished rounds of a run reveal of each client to those who know who took part.
 
-    It holds for a client that sends zeros in all of its rounds, and keeps its place. Sampling does not hide who took part here,
-    so ε may be larger than that of `Guarantee`; it is smaller for clients that took part seldom, and 0 for those that never
-    did.
+    Whatever the relation of the `Guarantee` is, it holds for a client that sends zeros in all of its rounds, and keeps its
+    place: the rounds are given, so no client can be added to them. If a client is replaced by any other, z counts as z / 2.
+    Sampling does not hide who took part here, so ε may be larger than that of `Guarantee`; it is smaller for clients that took
+    part seldom, and 0 for those that never did.
 
     Attributes:
       rounds: the number of rounds in which each client took part, ``int64 [population]``.

@@ -24,10 +24,13 @@ _ORDERS = (*range(2, 129), 256)
 def distributed_epsilon(
     mechanism: DistributedMechanism, size: int, participation: Participation | Sampler, *, rounds: int, delta: float
 ) -> float:
-    """Returns ε of (ε, δ) differential privacy of clients, if one is added or removed, after a number of rounds.
+    """Returns ε of (ε, δ) differential privacy of clients, if one sends its noise alone, after a number of rounds.
 
-    It is an upper bound. It counts the noise of ``minimum`` clients, which every sum that is revealed has, and the norm of
-    rounded updates. That a sum wraps costs accuracy and no privacy. The number of clients in a round is taken as known.
+    Neighbouring populations differ in one client, whose updates are zeros in one of them. It adds its noise to them: clients
+    add the noise, so a client that is removed would take its share of it away. The result is an upper bound. It counts the
+    noise of ``minimum`` clients, which every sum that is revealed has, and the norm of rounded updates. That a sum wraps costs
+    accuracy and no privacy. The number of clients in a round is taken as known, and with sampling, as in the papers, the noise
+    of a sum as the same whether this client takes part or not.
 
     Args:
       mechanism: clients' noise.

@@ -1,13 +1,15 @@
 """What finished rounds have revealed: by the rounds of each client, with stragglers, and the accountant of a closed form."""
 
 import federation
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
 import fedsim
-from fedsim.aggregators import BandedToeplitz, BinaryTree
+from fedsim.aggregators import BandedToeplitz, BinaryTree, GaussianMechanism
 from fedsim.privacy import Epochs, Guarantee, actual, participation_of
 from fedsim.samplers import CyclicSampler, PoissonSampler, ScheduleSampler, ShuffledSampler, Stragglers
 
@@ -72,3 +74,27 @@ def test_stragglers_of_a_random_cohort_are_refused():
         participation_of(sampler)
     everyone = Stragglers(fedsim.UniformSampler(DATA, clients=12, seed=0), fraction=0.5, epochs=4)
     assert participation_of(everyone) == Epochs(1, separation=1)
+
+
+@pytest.mark.parametrize("matrix", [None, BandedToeplitz(rounds=6, coefficients=(1.0, 0.5))], ids=["independent", "banded"])
+def test_a_client_that_sends_zeros_changes_the_sums_by_the_sensitivity_and_a_replaced_one_by_twice_as_much(matrix):
+    """With the aggregators themselves, without noise: the sums, multiplied by C, of clients that are all long."""
+    sampler = CyclicSampler(DATA, clients=4, seed=0)
+    known = Guarantee(noise_multiplier=1.0, participation=participation_of(sampler), delta=0.01, matrix=matrix)
+    found, clip, client = actual(known, sampler.rounds(6)), 0.5, sampler.cohort(0).clients[0]
+    mechanism = GaussianMechanism(0.0, clip=clip, denominator=1)
+
+    def sums(own):
+        rows = []
+        for cohort in sampler.rounds(6):
+            total = mechanism.zero(jnp.zeros(3), slots=4)
+            for slot, each in enumerate(cohort.clients):
+                update = own if each == client else jnp.array([0.0, 9.0, 0.0])
+                sent = mechanism.send(update, (), (), jax.random.key(slot)).update
+                total = mechanism.accumulate(total, sent, jnp.float32(1), slot)
+            rows.append(np.asarray(mechanism.finish(total)))
+        return (np.eye(6) if matrix is None else matrix.dense(6)) @ np.stack(rows)
+
+    long, zeros, other = (sums(jnp.array([x, 0.0, 0.0])) for x in (7.0, 0.0, -8.0))
+    assert np.linalg.norm(long - zeros) == pytest.approx(clip * found.sensitivity[client], rel=1e-5)
+    assert np.linalg.norm(long - other) == pytest.approx(2 * clip * found.sensitivity[client], rel=1e-5)
