@@ -17,7 +17,7 @@ import tyro
 
 from fedsim import datasets, formats, heterogeneity, plots
 from fedsim.commands._listing import print_facts, print_task, shown_population
-from fedsim.commands._options import DataOptions, shown_as
+from fedsim.commands._options import DataOptions, say_repeated, shown_as
 from fedsim.data import FederatedData
 
 _COUNT_LABELS_UP_TO = 10_000_000
@@ -222,6 +222,7 @@ def main(arguments: list[str]) -> int:
     """Runs ``fedsim datasets`` with these arguments and returns the exit status. Wrong options raise ``SystemExit``."""
     commands: Any = List | Describe | Convert | Verify
     about = "List the datasets, describe one, convert files, or verify a packed file."
+    say_repeated(arguments)
     chosen = tyro.cli(commands, args=arguments, default=List(), prog="fedsim datasets", description=about)
     return chosen.run()
 

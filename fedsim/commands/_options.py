@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
@@ -141,6 +143,7 @@ def parse(
         topic = [*arguments, ""][arguments.index(asked.pop()) + 1]
         options, description = _topic(options, "" if topic.startswith("-") else topic, program, description, main)
         arguments = ["--help"]
+    say_repeated(arguments)
     groups: dict[str, dict[str, Any]] = {}
     defaults: dict[str, dict[str, Any]] = {}
     for name, option in options.items():
@@ -155,6 +158,24 @@ def parse(
     about: dict[str, Any] = {"prog": program, "description": description, "config": (tyro.conf.OmitArgPrefixes,)}
     parsed = tyro.cli(typed("Options", headed), args=arguments, default=defaults, **about)
     return {name: value for group in parsed.values() for name, value in group.items()}
+
+
+def say_repeated(arguments: Sequence[str]) -> None:
+    """Prints which options are given more than once: tyro takes the last value of each, and says nothing.
+
+    >>> import contextlib
+    >>> with contextlib.redirect_stderr(sys.stdout):
+    ...     say_repeated(["--rounds", "3", "--clip=1", "--rounds=5"])
+    fedsim: warning: --rounds 3 --rounds=5: the last one counts.
+    """
+    given: dict[str, list[str]] = {}
+    for argument, after in itertools.pairwise([*arguments, "--"]):
+        if argument.startswith("--"):
+            flag = argument.partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
+            given.setdefault(flag, []).append(argument if "=" in argument or after.startswith("--") else f"{argument} {after}")
+    for texts in given.values():
+        if len(texts) > 1:
+            print(f"fedsim: warning: {' '.join(texts)}: the last one counts.", file=sys.stderr)
 
 
 def _topic(

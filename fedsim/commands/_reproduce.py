@@ -9,12 +9,13 @@ from typing import Annotated
 import tyro
 
 from fedsim import reproductions
-from fedsim.commands._options import shown_as
+from fedsim.commands._options import say_repeated, shown_as
 from fedsim.commands._training import use_devices
 
 
 def main(arguments: list[str]) -> int:
     """Runs ``fedsim reproduce`` with these arguments and returns the exit status. Wrong options raise ``SystemExit``."""
+    say_repeated(arguments)
     return tyro.cli(reproduce, args=arguments, prog="fedsim reproduce", config=(tyro.conf.FlagCreatePairsOff,))
 
 

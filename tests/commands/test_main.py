@@ -87,6 +87,24 @@ def test_unknown_option_and_command(capsys):
     assert main(["rum"]) == 2 and "Did you mean 'run'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["run", "--rounds", "0", "--dp-noise", "1", "--dp_noise=2"], "--dp-noise 1 --dp_noise=2"),
+        (["plan", "--rounds", "3", "--rounds", "0"], "--rounds 3 --rounds 0"),
+        (["run", "--rounds", "0", "--progress", "--no-progress"], "--progress --no-progress"),
+        (["reproduce", "fedavg", "--only", "a", "b", "--only", "c"], "--only a --only c"),
+        (["datasets", "describe", "mnyst", "--label", "a", "--label", "b"], "--label a --label b"),
+    ],
+)
+def test_of_an_option_that_is_given_twice_the_last_counts_and_it_is_said(arguments, shown, capsys):
+    """A name of an algorithm, for example, that is given twice makes a sweep instead."""
+    assert main(arguments) == 2
+    assert f"fedsim: warning: {shown}: the last one counts.\n" in capsys.readouterr().err
+    main(["run", "--rounds", "0", "--algorithm", "fedavg", "--algorithm", "fedprox"])
+    assert "the last one counts" not in capsys.readouterr().err
+
+
 def test_every_command_is_a_module_and_in_the_help(capsys):
     modules = {path.stem for path in Path(commands.__file__).parent.glob("_*.py")}
     assert {f"_{command}" for command in commands.COMMANDS} <= modules
