@@ -11,6 +11,7 @@ from fedsim.privacy._actual import actual as actual
 from fedsim.privacy._canaries import Canary as Canary
 from fedsim.privacy._canaries import canary_audit as canary_audit
 from fedsim.privacy._distributed_noise import distributed_epsilon as distributed_epsilon
+from fedsim.privacy._distributed_noise import distributed_noise_multiplier as distributed_noise_multiplier
 from fedsim.privacy._factorization import banded_toeplitz as banded_toeplitz
 from fedsim.privacy._factorization import buffered_toeplitz as buffered_toeplitz
 from fedsim.privacy._factorization import max_loss as max_loss

@@ -8,6 +8,7 @@ by Y. Zhu, Y.-X. Wang, "Poisson subsampled Rényi differential privacy", ICML 20
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -68,6 +69,61 @@ def distributed_epsilon(
     divergences = np.array([divergence(mechanism, size, order) for order in range(1, _ORDERS[-1] + 1)])
     amplified = [min(_sampled(order, probability, divergences), divergences[order - 1]) for order in _ORDERS]
     return float(_dp_accounting().rdp.compute_epsilon(_ORDERS, np.array(amplified) * rounds, delta)[0])
+
+
+def distributed_noise_multiplier(
+    epsilon: float,
+    mechanism: DistributedMechanism,
+    size: int,
+    participation: Participation | Sampler,
+    *,
+    rounds: int,
+    delta: float,
+) -> float:
+    """Returns the noise multiplier with which a number of rounds has (ε, δ) differential privacy, see `distributed_epsilon`.
+
+    The scale of the integers depends on the noise, so both are found together, as TensorFlow Federated does it.
+
+    Args:
+      epsilon: ε, positive.
+      mechanism: clients' noise, whose own noise multiplier is not used.
+      size, participation, rounds, delta: see `distributed_epsilon`.
+
+    Returns:
+      z, at most 0.01 % more than necessary.
+
+    Raises:
+      ValueError: an argument is out of its range, or no noise reaches this ε with so few bits.
+      ImportError: dp-accounting is not installed.
+
+    >>> import dataclasses
+    >>> mechanism = DistributedMechanism(1.0, clip=0.1, clients=100, bits=20)
+    >>> z = distributed_noise_multiplier(1.0, mechanism, 1000, Poisson(0.01), rounds=100, delta=1e-5)
+    >>> mechanism = dataclasses.replace(mechanism, noise_multiplier=z)
+    >>> round(distributed_epsilon(mechanism, 1000, Poisson(0.01), rounds=100, delta=1e-5), 3)
+    1.0
+    """
+    from scipy.optimize import brentq
+
+    checks.positive(epsilon=epsilon, remedy="8 is a weak guarantee, 1 a strong one")
+    checks.whole(1, rounds=rounds)
+
+    def excess(log: float) -> float:
+        noised = dataclasses.replace(mechanism, noise_multiplier=math.exp(log))
+        found = distributed_epsilon(noised, size, participation, rounds=rounds, delta=delta)
+        return min(found, 1e6) - epsilon  # An infinite value would stop the search.
+
+    least, most = math.log(1e-3), math.log(1e4)
+    if (over := excess(most)) > 0:
+        raise ValueError(
+            f"Expected an epsilon that noise can reach, got epsilon={epsilon}: with bits={mechanism.bits}, delta={delta} and "
+            f"rounds={rounds}, the accountant proves no less than {epsilon + over:.3g} for any noise. Give a larger one, or "
+            "more bits."
+        )
+    found = brentq(excess, least, most, xtol=1e-5) if excess(least) > 0 else least
+    while excess(found) > 0:  # The search ends on either side.
+        found += 1e-5
+    return math.exp(found)
 
 
 def divergence(mechanism: DistributedMechanism, size: int, order: int) -> float:

@@ -15,7 +15,7 @@ from scipy import stats
 import fedsim
 from fedsim.aggregators import AuxMean, Compressed, DistributedMechanism, Grouped, TrimmedMean
 from fedsim.aggregators._distributed_mechanism import draw_noise, probabilities, rotate, round_at_random, unrotate
-from fedsim.privacy import EveryRound, FixedSize, Poisson, SecureAggregation, distributed_epsilon
+from fedsim.privacy import EveryRound, FixedSize, Poisson, SecureAggregation, distributed_epsilon, distributed_noise_multiplier
 
 KEY = jax.random.key(5)
 # 1.5 of 34 clients in a round on average and 1,500 rounds; the parameters that the authors' code selects for ε = 10 are an
@@ -36,6 +36,26 @@ def test_the_published_noise_has_the_published_epsilon(law):
     mechanism = dataclasses.replace(PUBLISHED, law=law)
     found = distributed_epsilon(mechanism, 2**20, Poisson(100 / 3400), rounds=1500, delta=1 / 3400)
     assert found == pytest.approx(10, rel=0.01)
+
+
+@pytest.mark.parametrize("law", ["gaussian", pytest.param("skellam", marks=pytest.mark.slow)])
+def test_the_calibration_finds_the_published_parameters(law):
+    """TensorFlow Federated's search ends at γ = 3.2926e-6, or a scale of 303,712, and a local deviation of 0.00268133."""
+    unknown = dataclasses.replace(PUBLISHED, noise_multiplier=0.1, law=law)
+    settings = {"rounds": 1500, "delta": 1 / 3400}
+    found = distributed_noise_multiplier(10.0, unknown, 2**20, Poisson(100 / 3400), **settings)
+    calibrated = dataclasses.replace(unknown, noise_multiplier=found)
+    assert calibrated.local_deviation == pytest.approx(0.00268133, rel=1e-4)
+    assert 1 / calibrated.scale(2**20) == pytest.approx(3.2926e-6, rel=1e-4)
+    assert calibrated.scale(2**20) == pytest.approx(303_712, rel=1e-4)
+    assert distributed_epsilon(calibrated, 2**20, Poisson(100 / 3400), **settings) <= 10
+
+
+def test_an_epsilon_that_the_bits_do_not_allow_is_refused():
+    """The rounding grows with the noise, for which it leaves room, so more noise does not help."""
+    few = DistributedMechanism(1.0, clip=1.0, clients=10, bits=8)
+    with pytest.raises(ValueError, match=r"epsilon=0.1: with bits=8, delta=0.001 and rounds=5, .* no less than .* more bits"):
+        distributed_noise_multiplier(0.1, few, 1000, EveryRound(), rounds=5, delta=1e-3)
 
 
 def test_with_many_bits_the_epsilon_is_that_of_gaussian_noise():
