@@ -32,6 +32,7 @@ from fedsim.reproductions._reproduction import Request as Request
 from fedsim.reproductions._reproduction import Row as Row
 from fedsim.reproductions._robustness_femnist import ROBUSTNESS
 from fedsim.reproductions._scaffold_emnist import SCAFFOLD_EMNIST
+from fedsim.reproductions._secagg_cost import SECAGG_COST
 from fedsim.reproductions._tables import markdown_table as markdown_table
 from fedsim.reproductions._tables import text_table as text_table
 from fedsim.reproductions._tff_dp_digits import TFF_DP_DIGITS
@@ -70,6 +71,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         OPACUS_MNIST,
         DP_FTRL_FEMNIST,
         TFF_DP_DIGITS,
+        SECAGG_COST,
     )
 }
 

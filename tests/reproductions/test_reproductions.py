@@ -419,6 +419,7 @@ TINY = [
     ("opacus_mnist", ["epsilon-1"]),
     ("dp_ftrl_femnist", ["tree"]),
     ("tff_dp_digits", ["epsilon-2"]),
+    ("secagg_cost", ["clients-50"]),
 ]
 
 
