@@ -1,7 +1,8 @@
-"""Two nodes over Flower's network on this machine: the result, a killed node, Ctrl-C, and what is left behind."""
+"""Two nodes over Flower's network on this machine: the result, a killed node, a stranger, Ctrl-C, and what is left behind."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ import psutil
 import pytest
 
 from fedsim.deployment import NodeError
-from fedsim.deployment._processes import FlowerProcesses
+from fedsim.deployment._processes import FlowerProcesses, _free_port
 from fedsim.experiment import RunConfig, Settings, build, read_config, run_experiment
 from fedsim.experiment.driving import Checkpoints
 from fedsim.saved_arrays import checkpoint_folder, read_arrays
@@ -81,6 +83,32 @@ def assert_same_params(folder, near, round, atol):
         np.testing.assert_allclose(got[name], expected[name], atol=atol, rtol=0)
 
 
+def assert_refused(address, authority, environment, log, key=None):
+    """Starts a SuperNode, whose private key is in the file ``key`` or that has none, and waits until it is refused."""
+    programs = Path(sys.executable).parent
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"  # It starts flower-superexec.
+    environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PATH": path, **environment}
+    command = [
+        f"{programs}/flower-supernode",
+        "--superlink",
+        address,
+        "--port",
+        str(_free_port()),
+        "--root-certificates",
+        str(authority),
+    ]
+    command += [] if key is None else ["--auth-supernode-private-key", str(key)]
+    with open(log, "w") as said:
+        stranger = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+    try:
+        assert stranger.wait(timeout=120) != 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # What it has started may live on.
+            os.killpg(stranger.pid, signal.SIGKILL)
+        stranger.wait()
+    assert "Failed to initialize the connection to the SuperLink" in log.read_text()
+
+
 @NEEDS_FLOWER
 @pytest.mark.slow
 def test_two_nodes_end_as_a_simulation_does(tmp_path, short_folder, started):
@@ -135,6 +163,32 @@ def test_two_nodes_train_and_one_is_killed(tmp_path, short_folder, started):
     assert "Node 1 did not answer in round" in said
     assert "To continue: fedsim resume" in said
     assert left_behind(short_folder) == []
+
+
+@NEEDS_FLOWER
+@pytest.mark.slow
+def test_encrypted_nodes_train_and_one_without_a_key_does_not_come(tmp_path, short_folder, started):
+    """The stranger knows the address and the authority of a `--secure` run. The result is that of the run's nodes alone."""
+    folder, near = tmp_path / "far", tmp_path / "near"
+    options = ["--secure", "--nodes", "2", "--model", "digits_logistic", "--rounds", "4", "--no-progress"]
+    process = started("deploy", *options, "--folder", str(folder))
+    until = time.monotonic() + 300
+    while not deliveries(folder):
+        assert process.poll() is None, said_by(short_folder)
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    (network,) = short_folder.glob("fedsim-*/config.toml")
+    link = tomllib.loads(network.read_text())["superlink"]["fedsim"]
+    assert not link.get("insecure", False)
+    assert_refused(link["address"], link["root-certificates"], {"FLWR_HOME": str(tmp_path)}, tmp_path / "stranger.log")
+    assert process.poll() is None, "the run has ended before the stranger came"
+    assert process.wait(timeout=300) == 0, said_by(short_folder)
+    assert [line["answered"] for line in deliveries(folder)] == [[0, 1]] * 4
+    assert left_behind(short_folder) == []
+    assert not any(path.suffix in (".key", ".pem") for place in (folder, short_folder) for path in place.rglob("*"))
+    config, settings = RunConfig.from_json(read_config(folder)["config"]), Settings(folder=str(near), execution="jit")
+    run_experiment(build(config, settings), config, settings, progress=False)
+    assert_same_params(folder, near, round=4, atol=1e-6)
 
 
 def test_without_flower_the_error_names_the_extra(monkeypatch, tmp_path):

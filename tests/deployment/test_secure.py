@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 
 import pytest
+from deployment.test_flower import assert_refused
 
 from fedsim.deployment import NodeError
 from fedsim.deployment._certificates import Certificates, check_certificate
@@ -103,7 +101,7 @@ def test_private_keys_are_for_their_owner_and_differ(tmp_path):
 def test_nodes_without_a_registered_key_are_refused(tmp_path):
     """Two nodes with the keys of the run come; one without a key, and one with another key, do not."""
     from fedsim.deployment._flower import FlowerNodes
-    from fedsim.deployment._processes import FlowerProcesses, _free_port
+    from fedsim.deployment._processes import FlowerProcesses
 
     commands = [[sys.executable, "-c", _WORKER, str(number)] for number in range(2)]
     processes = FlowerProcesses(commands, secure=True)
@@ -111,26 +109,7 @@ def test_nodes_without_a_registered_key_are_refused(tmp_path):
         assert sorted(nodes.introductions()) == [0, 1]
         authority = processes.folder / "certificates" / "authority.pem"
         other = Certificates(tmp_path, nodes=1).node_key(0)
-        command = [
-            "flower-supernode",
-            "--superlink",
-            processes.address,
-            "--port",
-            str(_free_port()),
-            "--root-certificates",
-            str(authority),
-        ]
-        for number, key in enumerate([[], ["--auth-supernode-private-key", str(other)]]):
-            said = tmp_path / f"{number}.log"
-            with open(said, "w") as log:
-                stranger = subprocess.Popen(
-                    [*command, *key], env=processes.environment(), stdout=log, stderr=log, start_new_session=True
-                )
-            try:
-                assert stranger.wait(timeout=120) != 0
-            finally:
-                if stranger.poll() is None:
-                    os.killpg(stranger.pid, signal.SIGKILL)
-            assert "Failed to initialize the connection to the SuperLink" in said.read_text()
+        for number, key in enumerate([None, other]):
+            assert_refused(processes.address, authority, processes.environment(), tmp_path / f"{number}.log", key)
         assert len(nodes.registered()) == 2
     assert not processes.folder.exists()
