@@ -122,10 +122,12 @@ def _same_populations(folder: Path, network: FlowerNodes) -> list[Any]:
     """Returns what identifies the data of each node. Raises ``NodeError`` if the run in the folder began with others."""
     now = [facts["population"] for _, facts in sorted(network.introductions().items())]
     for number, (before, own) in enumerate(zip((deployment_of(folder) or {}).get("populations", now), now, strict=True)):
-        if before != own:
-            raise NodeError(
-                f"Node {number} has other data than when the run in {folder} began: restore them, or begin a new run."
-            )
+        for what in own:
+            if own[what] != before[what]:
+                raise NodeError(
+                    f"Node {number} has other data than when the run in {folder} began ({what}: {before[what]!r}, now "
+                    f"{own[what]!r}): restore them, or begin a new run in another folder."
+                )
     return now
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from deployment.test_deployment import NearNodes, deployed, federation, largest_
 
 import fedsim
 from fedsim.deployment import Node, NodeError
+from fedsim.deployment import _deploy as deploying
+from fedsim.deployment._deploy import run_on
 from fedsim.deployment._own_data import describe_data, described_population, load_own_data
-from fedsim.experiment import RunConfig
+from fedsim.experiment import RunConfig, Settings
 
 
 def halves():
@@ -81,6 +84,40 @@ def test_a_packed_file_of_a_node_is_read_and_a_missing_one_is_named(tmp_path):
     assert load_own_data(RunConfig(), place, 1).client_ids == halves()[1].client_ids
     with pytest.raises(FileNotFoundError, match=r"Node 0 has no data, because there is no .*of-0\.h5: put a packed file there"):
         load_own_data(RunConfig(), place, 0)
+
+
+class Network(OwnNodes):
+    """Nodes in this process for `run_on`, which starts and ends them."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("change", ["labels", "clients"])
+def test_changed_data_of_a_node_are_refused_when_a_run_goes_on(change, tmp_path, monkeypatch):
+    """Other labels of as many examples, and a client less; unchanged data are accepted."""
+    algorithm, _ = federation("FedAvg")
+    config = RunConfig(dataset="digits(clients=12)", model="digits_logistic", rounds=1, clients=6)
+    settings = Settings(folder=str(tmp_path), progress=False)
+
+    def go_on():
+        network = Network(functools.partial(on_own_data, algorithm), tmp_path, 2)
+        return run_on(network, config, settings, node_data="{node}.h5", table=False)
+
+    monkeypatch.setattr(deploying, "run_experiment", lambda *_, **__: "it goes on")
+    assert [go_on(), go_on()] == ["it goes on"] * 2
+    one, other = halves()
+    if change == "labels":
+        other = dataclasses.replace(other, columns=dict(other.columns) | {"y": (other.columns["y"] + 1) % 10})
+        what = r"examples \(hash\): '\w+', now '\w+'"
+    else:
+        other, what = other.select(other.client_ids[1:]), "clients: 7, now 6"
+    monkeypatch.setattr(sys.modules[__name__], "halves", lambda: [one, other])
+    with pytest.raises(NodeError, match=rf"Node 1 has other data than when the run in .* began \({what}\): restore them"):
+        go_on()
 
 
 def test_a_node_with_other_versions_is_named(tmp_path, monkeypatch):
