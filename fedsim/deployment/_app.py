@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
 import threading
 import time
@@ -49,8 +48,8 @@ _README = """\
    ```
 
    {data}
-   What clients keep between rounds is stored in `fedsim` in Flower's home; `folder="DIR"` in the node's configuration chooses
-   another folder.
+   What clients keep between rounds is stored in `fedsim` in Flower's home, in a folder for each run folder;
+   `folder="DIR"` in the node's configuration chooses another place.
 
 3. Name the SuperLink in `config.toml` of Flower's home, and run:
 
@@ -65,7 +64,11 @@ _README = """\
    ```
 
 The run folder, with metrics and checkpoints, is on the SuperLink's machine. `fedsim export FOLDER FILE.safetensors` takes the
-model out, also while the run goes on. If the run was stopped, the same command continues it: give the same folder.
+model out, also while the run goes on.
+
+`flwr stop RUN NAME` ends the run early. The same `flwr run` goes on after the last checkpoint, and trains nothing if all
+rounds are done; with another folder it begins another run. A folder that a run is using is refused. The worker of a run at a
+node takes memory until no message has come for ten minutes; `idle=SECONDS` in the node's configuration chooses another time.
 """
 _SHARES = """\
 Every node loads the dataset, and keeps the clients whose position modulo the number of nodes is its number. `data="DIR"` in
@@ -111,7 +114,6 @@ def write_app(
     package = folder / "fedsim_app"
     package.mkdir(parents=True)
     given = for_nodes(config, settings, nodes, node_data)
-    given["name"] = secrets.token_hex(8)  # Nodes keep the memories of clients under this name.
     (package / "run.json").write_text(json.dumps(given, indent=1) + "\n", encoding="utf-8")
     project = PROJECT.format(name="fedsim-run") + _CONFIG.format(folder=json.dumps(settings.folder))
     (folder / "pyproject.toml").write_text(project, encoding="utf-8")

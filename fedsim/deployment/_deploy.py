@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import secrets
 import signal
 import sys
 from collections.abc import Iterator
@@ -92,11 +93,12 @@ def run_on(
     assert settings.folder is not None
     folder = Path(settings.folder)
     _check_folder(folder, network.count)
-    execution = Deployed(nodes=network, folder=folder)
+    run = (deployment_of(folder) or {"run": secrets.token_hex(8)})["run"]
+    execution = Deployed(nodes=network, folder=folder, name=run)
     if node_data is None:
         built = build_deployed(config, settings, execution)
         check_deployable(built, network.count)
-    known: dict[str, Any] = {"nodes": network.count, "secure": secure, "node_data": node_data, "app": app}
+    known: dict[str, Any] = {"nodes": network.count, "secure": secure, "node_data": node_data, "app": app, "run": run}
     with _terminated(), network:
         if node_data is not None:
             built = build_deployed(config, settings, execution, _splits_of_nodes(config, network))
@@ -203,21 +205,23 @@ def _with_server_steps(built: Experiment, config: RunConfig, deployed: Deployed)
     """Lets the synchronization model of a configuration decide when the server aggregates."""
     policy, model = Policy(timeout=config.response_timeout, late=config.late_updates), synchronization_of(config)
     execution = DeployedSteps(
-        nodes=deployed.nodes, folder=deployed.folder, sampler=built.sampler, synchronization=model, policy=policy
-    )
+        nodes=deployed.nodes, folder=deployed.folder, name=deployed.name, sampler=built.sampler, synchronization=model,
+        policy=policy,
+    )  # fmt: skip
     return built._replace(algorithm=dataclasses.replace(built.algorithm, execution=execution))
 
 
 def deployment_of(folder: str | Path) -> dict[str, Any] | None:
     """Returns how the run in a folder was deployed: the arguments ``nodes``, ``secure`` and ``node_data`` of `deploy`.
 
-    None if it was not deployed. ``app`` says whether it was by an app, see `write_app`.
+    None if it was not deployed. ``app`` says whether it was by an app, see `write_app`. ``run`` is the name under which nodes
+    store what their clients keep.
 
     >>> deployment_of("no such folder") is None
     True
     """
     path = Path(folder) / DEPLOYMENT
-    usual = {"secure": False, "node_data": None, "app": False}
+    usual = {"secure": False, "node_data": None, "app": False, "run": ""}
     return usual | json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 

@@ -35,6 +35,7 @@ class Deployed(Execution):
     Attributes:
       nodes: the nodes, which run.
       folder: the run folder; its file ``deliveries.jsonl`` has a line for each round: which nodes have answered, and the time.
+      name: of the run. Nodes may serve several runs, and store what clients keep in a folder with this name.
 
     Raises:
       NodeError: no node has answered, or a node reports an error.
@@ -57,6 +58,7 @@ class Deployed(Execution):
 
     nodes: Nodes = dataclasses.field(repr=False)
     folder: Path
+    name: str = dataclasses.field(default="", repr=False)
     keeps_memories: ClassVar[bool] = False
 
     def check(self, cohort: Cohort) -> None:
@@ -108,7 +110,8 @@ class Deployed(Execution):
         for number, slots in enumerate(slots_of):
             if len(slots):
                 own = [leaf[slots] for leaf in of_clients] + ([] if cohort.work is None else [cohort.work[slots]])
-                facts: dict[str, Any] = {"round": cohort.round, "slots": cohort.slots, "has_work": cohort.work is not None}
+                facts: dict[str, Any] = {"run": self.name, "round": cohort.round, "slots": cohort.slots}
+                facts["has_work"] = cohort.work is not None
                 facts["first"] = None if self.nodes.first is None else self.nodes.first[number]
                 memories = {"answered": record.answered(number), "saved": checkpoint_rounds(self.folder / "checkpoints")}
                 requests[number] = {"shared": blob, "clients": encode(own, facts | memories)}

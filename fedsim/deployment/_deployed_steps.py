@@ -49,8 +49,8 @@ class DeployedSteps(Deployed):
     of a simulated round on one device.
 
     Attributes:
-      nodes, folder: as in `Deployed`. Each line of ``deliveries.jsonl`` has the updates of a server step, and what was lost
-        since the last one, see `fedsim.systems.Deliveries`.
+      nodes, folder, name: as in `Deployed`. Each line of ``deliveries.jsonl`` has the updates of a server step, and what was
+        lost since the last one, see `fedsim.systems.Deliveries`.
       sampler: selects the clients.
       synchronization: the model.
       policy: how long the server waits for a client.
@@ -220,7 +220,8 @@ class _Steps:
             own = [leaf[slots] for leaf in of_clients] + ([] if cohort.work is None else [cohort.work[slots]])
             numbers = [dispatches[slot].number for slot in slots]
             facts = {
-                "each": numbers, "round": self.version, "slots": round.slots, "has_work": cohort.work is not None,
+                "run": self._own.name, "each": numbers, "round": self.version, "slots": round.slots,
+                "has_work": cohort.work is not None,
                 "first": None if self._nodes.first is None else self._nodes.first[node],
                 **self._record.rows(cohort.clients[slots], checkpoint_rounds(self._folder / "checkpoints")),
             }  # fmt: skip

@@ -111,7 +111,7 @@ class Node:
         clients, rows, seen = np.asarray(operands.clients.position).tolist(), (), np.zeros(len(cohort), bool)
         like = round.memory_shapes
         if like != ():
-            paths = [self._folder / "rows" / f"{client}" for client in clients]
+            paths = [self._folder_of(facts) / "rows" / f"{client}" for client in clients]
             of_clients = [_read_row(path / f"{row}", like) for path, row in zip(paths, facts["row"], strict=True)]
             rows = jax.tree.map(lambda *leaves: np.stack(leaves), *(row for row, _ in of_clients))
             seen = np.array([was_seen for _, was_seen in of_clients])
@@ -150,6 +150,13 @@ class Node:
             )
         return round, operands, cohort
 
+    def _folder_of(self, facts: Mapping[str, Any]) -> Path:
+        """Returns where the node stores what the clients of a run keep, because runs begin again at round 1."""
+        name = facts["run"]
+        if name and not name.isalnum():
+            raise ValueError(f"Expected a name of letters and digits for a run, got {name!r}: use the same version of fedsim.")
+        return self._folder / name
+
     def _memories_after(self, rounds: int, round: DividedRound, facts: Mapping[str, Any]) -> ClientRows | None:
         """Returns what the clients keep after so many rounds: after the last one whose answer has reached the server.
 
@@ -159,13 +166,16 @@ class Node:
             return None
         like = FederatedState((), ClientRows.empty(round.memory_shapes, self.data.num_clients))
         if self._checkpoints is None:
-            self._checkpoints = Checkpoints(self._folder, rows_identity(self._algorithm, self.data))
+            self._checkpoints = Checkpoints(self._folder_of(facts), rows_identity(self._algorithm, self.data))
             if self._checkpoints.rounds():
                 self._checkpoints.newest(like)  # It protects the rows that the others refer to.
-        known = [version for version in self._checkpoints.rounds() if version <= rounds and version in facts["answered"]]
+        before = [version for version in facts["answered"] if version <= rounds]
+        known = [version for version in self._checkpoints.rounds() if version in before]
         saved = [version for version in facts["saved"] if version <= rounds]
         kept = {max((version for version in known if version <= at), default=0) for at in (*saved, rounds)}
         kept |= {version for version in known if version >= max(saved, default=0)}
+        if before[-1:] != known[-1:]:
+            raise _missing(self._folder_of(facts) / f"{before[-1]}")
         if self._checkpoints.rounds():
             self._checkpoints.keep_only(kept)
         if not known:
@@ -180,11 +190,15 @@ def _read_row(path: Path, like: Any) -> tuple[Any, bool]:
     if path.name == "-1":
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like), False
     if not path.exists():
-        raise ValueError(
-            f"Expected the file {path} with what a client keeps, got none: restore the folder of the node, or start a new run."
-        )
+        raise _missing(path)
     leaves, facts = decode(path.read_bytes())
     return jax.tree.unflatten(jax.tree.structure(like), leaves), facts["seen"]
+
+
+def _missing(path: Path) -> ValueError:
+    return ValueError(
+        f"Expected {path} with what clients keep between rounds, got none: restore the folder of the node, or start a new run."
+    )
 
 
 def versions() -> dict[str, str]:

@@ -99,7 +99,7 @@ def _started_worker(file: Path, context: Any) -> str:
             f"Expected {NUMBER} in the node's configuration, got none: flower-supernode --node-config '{NUMBER}=0'"
         )
     number, run = str(given[NUMBER]), f"{context.run_id}-{context.node_id}"
-    home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "fedsim"
+    home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
     folder = Path(tempfile.gettempdir()) / f"fedsim-{os.getuid()}-{run}"  # The paths of Unix sockets are short.
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -108,7 +108,7 @@ def _started_worker(file: Path, context: Any) -> str:
     with contextlib.suppress(OSError), Client(str(path), "AF_UNIX"):
         return str(path)
     path.unlink(missing_ok=True)
-    own = str(given.get("folder") or home / json.loads(file.read_text(encoding="utf-8"))["name"] / number)
+    own = str(given.get("folder") or home / "fedsim" / number)
     command = [sys.executable, "-m", "fedsim.deployment", str(file), number, str(path), "--folder", own]
     command += ["--watch", str(os.getppid()), "--idle", str(given.get("idle", IDLE_SECONDS))]
     command += ["--data", str(given["data"])] if "data" in given else []

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from deployment.test_flower import deliveries
 from deployment.test_own_data import halves
 
 import fedsim
@@ -26,7 +28,7 @@ from fedsim.configuration import build
 from fedsim.deployment import deployment_of, write_app
 from fedsim.deployment._processes import _answers, _free_port
 from fedsim.experiment import RunConfig, Settings, run_experiment
-from fedsim.saved_arrays import checkpoint_folder, read_arrays
+from fedsim.saved_arrays import checkpoint_folder, checkpoint_rounds, read_arrays
 
 
 def test_the_app_names_its_parts_and_has_no_path_of_this_machine(tmp_path):
@@ -68,7 +70,7 @@ def test_resume_refuses_the_run_of_an_app_and_names_flwr_run(tmp_path, capsys):
     config, settings = RunConfig(model="digits_logistic", rounds=1), Settings(folder=str(tmp_path), execution="jit")
     run_experiment(build(config, settings), config, settings, progress=False)
     (tmp_path / "deployment.json").write_text('{"nodes": 2, "app": true}')
-    assert deployment_of(tmp_path) == {"nodes": 2, "secure": False, "node_data": None, "app": True}
+    assert deployment_of(tmp_path) == {"nodes": 2, "secure": False, "node_data": None, "app": True, "run": ""}
     assert main(["resume", str(tmp_path), "--rounds", "2"]) == 2
     assert "was deployed by an app: continue it with `flwr run`" in capsys.readouterr().err
 
@@ -76,12 +78,16 @@ def test_resume_refuses_the_run_of_an_app_and_names_flwr_run(tmp_path, capsys):
 @pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed")
 @pytest.mark.slow
 def test_the_app_trains_on_a_federation_that_exists(tmp_path):
-    """Two nodes with clients of their own; the result is that of a simulation of all clients, and its model is exported."""
+    """Two nodes with clients of their own. `flwr stop` ends the run early, and the second `flwr run` goes on.
+
+    The result is that of a simulation of all clients, without a break, and its model is exported.
+    """
     home = Path(tempfile.mkdtemp(prefix="f-", dir="/tmp"))
     for number, own in enumerate(halves()):
         own.save(home / f"{number}.h5")
-    config, app, folder = RunConfig(dataset="digits(clients=12)", rounds=2, clients=6), home / "app", home / "run"
-    write_app(app, config, Settings(folder="given by flwr run", execution="jit"), node_data="{node}.h5")
+    app, folder, rounds = home / "app", home / "run", 4
+    config = RunConfig(dataset="digits(clients=12)", model="digits_logistic", algorithm="scaffold", rounds=rounds, clients=6)
+    write_app(app, config, Settings(folder="given by flwr run", execution="jit", checkpoint_every=1), node_data="{node}.h5")
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "FLWR_HOME": str(home), "TMPDIR": str(home),
         "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
@@ -103,9 +109,19 @@ def test_the_app_trains_on_a_federation_that_exists(tmp_path):
             known = ["--superlink", f"127.0.0.1:{port}", "--port", str(_free_port()), "--node-config", place]
             start(f"node-{number}", "flower-supernode", "--insecure", *known)
         command = ["flwr", "run", str(app), "here", "--stream", "-c", f'folder="{folder}"']
+        start("first", *command)
+        until = time.monotonic() + 300
+        while not checkpoint_rounds(folder / "checkpoints"):
+            assert time.monotonic() < until, "\n".join(path.read_text()[-3000:] for path in home.glob("*.log"))
+            time.sleep(0.2)
+        (run,) = re.findall(r"Successfully started run (\d+)", (home / "first.log").read_text())
+        subprocess.run(["flwr", "stop", run, "here"], env=environment, timeout=60, check=True)
+        stopped = deliveries(folder)
+        assert len(stopped) < rounds
         said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        logs = "\n".join(path.read_text()[-3000:] for path in home.glob("*.log"))
-        assert (folder / "checkpoints").exists(), said.stdout + said.stderr + logs
+        assert "after round 4 of 4" in said.stdout + said.stderr
+        assert [line["round"] for line in deliveries(folder)] == [1, 2, 3, 4]
+        assert deliveries(folder)[0] == stopped[0]  # with its seconds, so that it did not run again
         exported = home / "model.npz"
         subprocess.run([sys.executable, "-m", "fedsim", "export", str(folder), str(exported)], check=True)
     finally:
@@ -119,7 +135,7 @@ def test_the_app_trains_on_a_federation_that_exists(tmp_path):
                 os.killpg(process.pid, signal.SIGKILL)
     near, settings = tmp_path / "near", Settings(folder=str(tmp_path / "near"), execution="jit")
     run_experiment(build(config, settings), config, settings, progress=False)
-    expected, got = (read_arrays(checkpoint_folder(run / "checkpoints", 2)) for run in (near, folder))
+    expected, got = (read_arrays(checkpoint_folder(run / "checkpoints", rounds)) for run in (near, folder))
     names = [name for name in expected if "params" in name]
     assert names
     for name in names:

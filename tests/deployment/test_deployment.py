@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,39 @@ def test_rounds_that_run_again_have_the_memories_of_before(tmp_path):
     for round in (2, 3):
         again, _ = apart.apply(again, sampler.cohort(round))
     assert largest_difference(state.params, again.params) == 0
+
+
+@pytest.mark.slow
+def test_two_runs_on_the_same_nodes_keep_their_memories_apart(tmp_path):
+    """As of an app that is started for another folder between two parts of a run. Lost memories are named."""
+    algorithm, sampler = federation("SCAFFOLD")
+    nodes = NearNodes(lambda: federation("SCAFFOLD"), tmp_path, 2)
+    whole = algorithm.init(jax.random.key(0))
+    for round in range(4):
+        whole, _ = algorithm.apply(whole, sampler.cohort(round))
+
+    def trained(state, name, rounds):
+        (tmp_path / name).mkdir(exist_ok=True)
+        nodes.start()  # A worker serves one run.
+        apart = dataclasses.replace(algorithm, execution=Deployed(nodes=nodes, folder=tmp_path / name, name=name))
+        for round in rounds:
+            state, _ = apart.apply(state, sampler.cohort(round))
+        return state
+
+    one = trained(algorithm.init(jax.random.key(0)), "one", range(2))
+    trained(algorithm.init(jax.random.key(1)), "other", range(2))
+    assert largest_difference(trained(one, "one", range(2, 4)).params, whole.params) < 1e-6
+    shutil.rmtree(tmp_path / "nodes" / "1" / "other")
+    with pytest.raises(NodeError, match=r"Node 1: ValueError: Expected .*other.2 with what clients keep .*, got none: restore"):
+        trained(whole, "other", range(2, 3))
+
+
+def test_a_name_of_a_run_that_is_a_path_is_refused(tmp_path):
+    algorithm, sampler = federation("SCAFFOLD")
+    nodes = NearNodes(lambda: federation("SCAFFOLD"), tmp_path, 2)
+    apart = dataclasses.replace(algorithm, execution=Deployed(nodes=nodes, folder=tmp_path, name="../other"))
+    with pytest.raises(NodeError, match=r"Expected a name of letters and digits for a run, got '\.\./other'"):
+        apart.apply(algorithm.init(jax.random.key(0)), sampler.cohort(0))
 
 
 @pytest.mark.slow
