@@ -1,4 +1,4 @@
-"""Faults of real processes: a killed node, a stopped one, one that the network loses for 30 seconds, a killed server."""
+"""Faults of real processes: a killed node, a stopped one, one that the network loses for 30 or 75 seconds, a killed server."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from deployment.test_flower import deliveries, left_behind, said_by
 
 from fedsim.saved_arrays import checkpoint_folder, checkpoint_rounds, read_arrays
 
+NEEDS_FLOWER = pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed")
+
 
 def started(temporary, *arguments):
     command = [sys.executable, "-m", "fedsim", *arguments]
@@ -38,7 +40,67 @@ def processes_of(server, program, number):
     return found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed")
+def assert_ends_as_simulated(folder, near):
+    """Repeats a run from its record, and compares the bits of the parameters. No update counts twice."""
+    numbers = [number for line in deliveries(folder) for number in line["updates"]["number"]]
+    assert len(set(numbers)) == len(numbers)
+    rounds = checkpoint_rounds(folder / "checkpoints")[-1]
+    again = [sys.executable, "-m", "fedsim", "run", "--from", str(folder), "--deliveries", str(folder / "deliveries.jsonl")]
+    again += ["--rounds", f"{rounds}", "--execution", "jit", "--no-progress", "--folder", str(near)]
+    subprocess.run(again, check=True, timeout=300, env=os.environ)
+    expected, got = (read_arrays(checkpoint_folder(run / "checkpoints", rounds)) for run in (near, folder))
+    names = [name for name in expected if name.startswith(".server.params")]
+    assert names
+    for name in names:
+        np.testing.assert_array_equal(got[name], expected[name])
+
+
+@NEEDS_FLOWER
+@pytest.mark.slow
+def test_a_node_that_is_silent_for_more_than_a_minute_is_away_until_it_is_heard_again(tmp_path):
+    """Flower reports it as unavailable after a minute. Its updates until then are lost; those of later messages count."""
+    temporary, folder = Path(tempfile.mkdtemp(prefix="f-", dir="/tmp")), tmp_path / "far"
+    server = started(
+        temporary, "deploy", "--nodes", "2", "--model", "digits_logistic", "--rounds", "500", "--checkpoint-every", "1",
+        "--synchronization", "buffered(size=2, concurrency=4)", "--no-progress", "--folder", str(folder),
+    )  # fmt: skip
+    until, stopped = time.monotonic() + 400, []
+
+    def wait(condition, what):
+        while not condition():
+            assert server.poll() is None, said_by(temporary)
+            assert time.monotonic() < until, f"{what}: {said_by(temporary)}"
+            time.sleep(0.2)
+
+    try:
+        wait(lambda: len(deliveries(folder)) >= 2, "start")
+        stopped = processes_of(server, "supernode", 1)
+        assert stopped
+        began = time.monotonic()
+        for process in stopped:
+            process.suspend()
+        time.sleep(75 - (time.monotonic() - began))
+        silent = len(deliveries(folder))
+        lost = [each for line in deliveries(folder) for each in line["lost"]]
+        for process in stopped:
+            process.resume()
+        assert {each["node"] for each in lost} == {1}
+        assert "error 5" in lost[0]["why"]
+        wait(lambda: any(client % 2 for line in deliveries(folder)[silent:] for client in line["updates"]["client"]), "return")
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=120) == 130, said_by(temporary)
+        assert left_behind(temporary) == []
+    finally:
+        if server.poll() is None:
+            for process in stopped:
+                process.resume()
+            server.terminate()
+            server.wait(timeout=60)
+        shutil.rmtree(temporary, ignore_errors=True)
+    assert_ends_as_simulated(folder, tmp_path / "near")
+
+
+@NEEDS_FLOWER
 @pytest.mark.slow
 def test_after_every_fault_the_run_ends_as_the_simulator_says(tmp_path):
     temporary, folder, near = Path(tempfile.mkdtemp(prefix="f-", dir="/tmp")), tmp_path / "far", tmp_path / "near"
@@ -110,14 +172,4 @@ def test_after_every_fault_the_run_ends_as_the_simulator_says(tmp_path):
             server.wait(timeout=60)
         shutil.rmtree(temporary, ignore_errors=True)
 
-    numbers = [number for line in deliveries(folder) for number in line["updates"]["number"]]
-    assert len(set(numbers)) == len(numbers)
-    rounds = checkpoint_rounds(folder / "checkpoints")[-1]
-    again = [sys.executable, "-m", "fedsim", "run", "--from", str(folder), "--deliveries", str(folder / "deliveries.jsonl")]
-    again += ["--rounds", f"{rounds}", "--execution", "jit", "--no-progress", "--folder", str(near)]
-    subprocess.run(again, check=True, timeout=300, env=os.environ)
-    expected, got = (read_arrays(checkpoint_folder(run / "checkpoints", rounds)) for run in (near, folder))
-    names = [name for name in expected if name.startswith(".server.params")]
-    assert names
-    for name in names:
-        np.testing.assert_array_equal(got[name], expected[name])
+    assert_ends_as_simulated(folder, near)
