@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import checks, datasets
-from fedsim.aggregators import GaussianMechanism, StackAggregator
+from fedsim.aggregators import DistributedMechanism, GaussianMechanism, LocallyNoised, StackAggregator
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import Experiment, RunConfig, Settings, synchronization_of
 from fedsim.deployment._build_deployed import OF_SERVER, build_deployed, has_server_steps
@@ -192,8 +192,14 @@ def check_deployable(built: Experiment, nodes: int) -> None:
             name, reason = type(aggregator).__name__, "it needs every single update and nodes send sums"
         elif isinstance(aggregator, GaussianMechanism):
             name, reason = type(aggregator).__name__, "nodes would send sums without its noise, which the server adds"
-        elif aggregator.is_secure:
-            name, reason = type(aggregator).__name__, "nodes would send sums without masks"
+        elif isinstance(aggregator, DistributedMechanism | LocallyNoised):
+            name, reason = (
+                type(aggregator).__name__,
+                "the server sends the keys of the clients' noise, so it could remove the noise",
+            )
+        elif aggregator.is_secure and algorithm.staleness is not None:
+            name = type(aggregator).__name__
+            reason = "with a synchronization model nodes send single updates, and only the sums of nodes have masks"
         aggregator = getattr(aggregator, "inner", None)
     if reason:
         raise ValueError(f"{name} cannot be deployed, because {reason}: {_SIMULATE}.")

@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedsim import rng
+from fedsim.aggregators import SecureMean
 from fedsim.data import Cohort, population_identity
 from fedsim.deployment._encoding import decode, encode
 from fedsim.deployment._node import leaves_of, versions
@@ -107,11 +109,12 @@ class Deployed(Execution):
         slots_of = self.nodes.slots_of(cohort.clients)
         blob, record = encode(shared, {}), Deliveries(self.folder, cohort.round)
         requests: dict[int, Blobs] = {}
+        keys = self._keys(algorithm, cohort, slots_of)
         for number, slots in enumerate(slots_of):
-            if len(slots):
+            if len(slots) and keys != {}:
                 own = [leaf[slots] for leaf in of_clients] + ([] if cohort.work is None else [cohort.work[slots]])
                 facts: dict[str, Any] = {"run": self.name, "round": cohort.round, "slots": cohort.slots}
-                facts["has_work"] = cohort.work is not None
+                facts |= {"has_work": cohort.work is not None, "keys": keys}
                 facts["first"] = None if self.nodes.first is None else self.nodes.first[number]
                 memories = {"answered": record.answered(number), "saved": checkpoint_rounds(self.folder / "checkpoints")}
                 requests[number] = {"shared": blob, "clients": encode(own, facts | memories)}
@@ -135,6 +138,36 @@ class Deployed(Execution):
                 f"No node has answered in round {cohort.round + 1}: {next(iter(lost.values()))}. The rounds before are saved: "
                 "fedsim resume FOLDER starts the nodes again."
             )
+        if missing := [number for number in keys or () if number in lost]:
+            warnings.warn(
+                f"No update counts in round {cohort.round + 1}, because the masks of the other nodes do not cancel without the "
+                f"answer of node {missing[0]}.",
+                stacklevel=2,
+            )
+            lost, answers = lost | dict.fromkeys(answers, f"the sum is masked without node {missing[0]}"), {}
         of_nodes = {number: facts["seconds"] for number, facts in facts_of.items()}
         record.write(self.nodes, answers, lost, seconds, of_nodes, requests, replies)
         return round.end(state, cohort, sent, answers, slots_of)
+
+    def _keys(self, algorithm: FederatedAlgorithm, cohort: Cohort, slots_of: Sequence[np.ndarray]) -> dict[int, str] | None:
+        """Returns the public keys of the nodes whose sums are masked in a round, None if the aggregator needs no masks.
+
+        There are none, and no node is asked, if the cohort has fewer clients with examples than a sum that may be revealed.
+
+        Raises:
+          NodeError: the nodes that are there have too few of them.
+        """
+        aggregator = algorithm.aggregator.innermost
+        if not isinstance(aggregator, SecureMean):
+            return None
+        least, counts = aggregator.minimum, cohort.sizes > 0
+        there = [number for number, slots in enumerate(slots_of) if len(slots) and self.nodes.is_there(number)]
+        if np.count_nonzero(counts) < least:
+            return {}
+        if (count := sum(np.count_nonzero(counts[slots_of[number]]) for number in there)) < least:
+            raise NodeError(
+                f"Expected at least {least} clients of round {cohort.round + 1} at nodes that are there, got {count}: the sum "
+                "of fewer is not revealed. The rounds before are saved: fedsim resume FOLDER starts the nodes again."
+            )
+        introductions = self.nodes.introductions()
+        return {number: introductions[number]["key"] for number in there}

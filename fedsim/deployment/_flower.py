@@ -96,11 +96,12 @@ class FlowerNodes(Nodes):
             self._known.discard(name)
         elif name is not None:
             facts = decode(blobs["reply"])[1]
-            if facts != self._introductions[facts["node"]]:
+            known = self._introductions[facts["node"]]
+            if facts | {"key": None} != known | {"key": None}:  # A process that was started again has another key.
                 raise NodeError(
                     f"Node {facts['node']} came back with other versions or other data: use those that it had at the beginning."
                 )
-            self._ids[facts["node"]] = name
+            self._ids[facts["node"]], self._introductions[facts["node"]] = name, facts
             self._away.discard(facts["node"])
 
     def _start_again(self, number: int, reason: str) -> None:

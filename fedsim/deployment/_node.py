@@ -22,6 +22,7 @@ import psutil
 
 from fedsim import rng
 from fedsim._version import __version__
+from fedsim.aggregators import SecureMean
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import RunConfig, Settings
 from fedsim.data import ClientRows, Cohort, population_identity
@@ -29,6 +30,7 @@ from fedsim.datasets import FederatedSplits, describe
 from fedsim.deployment import _relay
 from fedsim.deployment._build_deployed import build_deployed
 from fedsim.deployment._encoding import decode, encode
+from fedsim.deployment._masks import Masks
 from fedsim.deployment._nodes import Blobs
 from fedsim.deployment._own_data import describe_data, load_own_data
 from fedsim.deployment._record import replace_bytes
@@ -75,6 +77,10 @@ class Node:
         self._nodes = nodes
         self._server = jax.eval_shape(algorithm.init, jax.random.key(0))
         self._rounds: dict[Any, DividedRound] = {}
+        self._masks: Masks | None = None
+        if isinstance(algorithm.aggregator.innermost, SecureMean):
+            self._masks = Masks()
+            self._facts["key"] = self._masks.public
         self._folder = folder
         self._checkpoints: Checkpoints | None = None
         self._memories: tuple[int, ClientRows | None] | None = None  # and the number of the rounds after which they are these
@@ -100,7 +106,13 @@ class Node:
         if memories is not None and self._checkpoints is not None:
             self._checkpoints.save(at + 1, FederatedState((), memories))
         self._memories = at + 1, memories
-        return jax.tree.leaves(answer)
+        leaves = jax.tree.leaves(answer.accumulator)
+        if self._masks is not None:
+            sums = [np.asarray(leaf) for leaf in leaves if leaf.dtype == np.uint32]
+            keys = {int(number): key for number, key in facts["keys"].items()}
+            masked = iter(self._masks.added(sums, self.number, keys, round=at))
+            leaves = [next(masked) if leaf.dtype == np.uint32 else np.zeros_like(leaf) for leaf in leaves]
+        return [*leaves, *jax.tree.leaves(answer.entries)]
 
     def _run_each(self, blobs: Blobs, facts: Mapping[str, Any]) -> list[Any]:
         """Runs the clients of a message; returns the leaves of the `fedsim.execution.Update` of each.

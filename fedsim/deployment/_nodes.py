@@ -92,7 +92,7 @@ class Nodes:
         return [np.flatnonzero(owners == number) for number in range(self.count)]
 
     def introductions(self) -> dict[int, dict[str, Any]]:
-        """Returns what each node says of itself: its number, versions and population.
+        """Returns what each node says of itself: its number, versions and population, and the key of its masks, if it has some.
 
         Raises:
           NodeError: a node does not answer.

@@ -304,14 +304,14 @@ def test_what_cannot_be_deployed_is_refused(options, message):
 @pytest.mark.parametrize(
     ("aggregator", "message"),
     [
-        (fedsim.aggregators.GaussianMechanism(0.5, clip=1.0, denominator=4), "sums without its noise"),
-        (fedsim.aggregators.Clipped(1.0, inner=fedsim.aggregators.SecureMean(max_weight=1.0)), "sums without masks"),
+        (fedsim.aggregators.GaussianMechanism(0.5, clip=1.0, denominator=4), "nodes would send sums without its noise"),
+        (fedsim.aggregators.DistributedMechanism(0.5, clip=1.0, clients=6), "the server sends the keys of the clients' noise"),
     ],
-    ids=["noise", "masks"],
+    ids=["noise of the server", "noise of the clients"],
 )
-def test_what_nodes_would_send_unprotected_is_refused(aggregator, message):
-    algorithm, sampler = federation("FedAvg", aggregator=aggregator)
-    with pytest.raises(ValueError, match=f"cannot be deployed, because nodes would send {message}"):
+def test_noise_that_would_not_protect_is_refused(aggregator, message):
+    algorithm, sampler = federation("FedAvg", aggregator=aggregator, weighting="uniform")
+    with pytest.raises(ValueError, match=f"{type(aggregator).__name__} cannot be deployed, because {message}"):
         deployment.check_deployable(Experiment(algorithm, sampler, sampler.data), 2)
 
 

@@ -1,0 +1,155 @@
+"""Masked sums of nodes: the bits of a simulation, what the server sees, lost nodes, those that come back, too few clients."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import json
+
+import jax
+import numpy as np
+import pytest
+from deployment.test_deployment import NearNodes, deployed, federation, largest_difference
+
+import fedsim
+from fedsim import deployment
+from fedsim.aggregators import Clipped, SecureMean
+from fedsim.configuration import Experiment
+from fedsim.deployment import NodeError
+from fedsim.deployment._masks import Masks
+from fedsim.deployment._nodes import WHO
+
+pytest.importorskip("cryptography")
+MEAN = SecureMean(max_weight=150.0, minimum=3)
+
+
+class WatchedNodes(NearNodes):
+    """Nodes in this process, whose last replies are kept."""
+
+    def ask(self, requests):
+        found = super().ask(requests)
+        self.replies = found.replies
+        return found
+
+    def introductions(self):
+        return {number: deployment.decode(node.answer(WHO))[1] for number, node in enumerate(self.nodes)}
+
+    def is_there(self, number):
+        return number not in self.dead
+
+
+def watched(folder, aggregator, name="FedAvg"):
+    algorithm, sampler = federation(name, aggregator=aggregator)
+    nodes = WatchedNodes(lambda: (algorithm, sampler), folder, 3)
+    return algorithm, sampler, nodes, deployed(algorithm, folder, nodes)
+
+
+def test_a_mask_is_the_key_stream_of_the_agreed_key():
+    """RFC 5869 (HKDF) with HMAC of Python; the sums of three nodes, of which the second one adds one mask and subtracts one."""
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
+    secrets = [bytes([number]) * 32 for number in range(3)]
+    masks = [Masks(secret) for secret in secrets]
+    keys = {number: each.public for number, each in enumerate(masks)}
+    sums = [[np.full((2, 3), 7 + number, np.uint32), np.uint32(2**32 - number)] for number in (1, 2, 3)]
+
+    def words(number, other):
+        own = X25519PrivateKey.from_private_bytes(secrets[number])
+        agreed = own.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(keys[other])))
+        extracted = hmac.digest(bytes(32), agreed, hashlib.sha256)
+        key = hmac.digest(extracted, b"fedsim mask of round 4\x01", hashlib.sha256)
+        return np.frombuffer(Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor().update(bytes(28)), "<u4")
+
+    got = [each.added(sums[number], number, keys, round=4) for number, each in enumerate(masks)]
+    assert [part.shape for part in got[1]] == [(2, 3), ()]
+    flat = np.concatenate([np.ravel(part) for part in got[1]])
+    plain = np.concatenate([np.ravel(part) for part in sums[1]])
+    np.testing.assert_array_equal(flat, plain - words(0, 1) + words(1, 2))
+    for at in range(2):
+        total, expected = (sum(int(np.ravel(each[at])[0]) for each in some) % 2**32 for some in (got, sums))
+        assert total == expected
+
+
+def test_a_round_is_masked_once_and_with_the_keys_of_now():
+    one, other = Masks(), Masks()
+    keys, sums = {0: one.public, 1: other.public}, [np.zeros(2, np.uint32)]
+    one.added(sums, 0, keys, round=3)
+    with pytest.raises(ValueError, match="Expected a round after round 4, whose masks are used, got round 4: continue the run"):
+        one.added(sums, 0, keys, round=3)
+    with pytest.raises(ValueError, match="an older one in round 6, because node 1 has been started again: continue the run"):
+        Masks().added(sums, 1, keys, round=5)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize(
+    ("name", "aggregator"),
+    [
+        ("FedAvg", Clipped(2.0, inner=MEAN)),
+        ("SCAFFOLD", MEAN),
+    ],
+    ids=["FedAvg", "SCAFFOLD"],
+)
+def test_the_bits_are_those_of_a_simulation_and_the_server_sees_masked_sums(name, aggregator, tmp_path):
+    algorithm, sampler, nodes, apart = watched(tmp_path, aggregator, name)
+    deployment.check_deployable(Experiment(apart, sampler, sampler.data), 3)
+    state = other = algorithm.init(jax.random.key(0))
+    for round in range(3):
+        state, _ = algorithm.apply(state, sampler.cohort(round))
+        other, _ = apart.apply(other, sampler.cohort(round))
+    assert largest_difference(state.params, other.params) == 0
+    # Integers of updates are small modulo 2^32, or large if negative; masked ones are anywhere.
+    for reply in nodes.replies.values():
+        words = next(array for array in deployment.decode(reply)[0] if array.dtype == np.uint32 and array.size > 100)
+        assert 0.4 < np.mean((words > 2**30) & (words < 3 * 2**30)) < 0.6
+
+
+@pytest.mark.slow
+def test_a_round_without_the_answer_of_a_node_counts_for_nobody(tmp_path):
+    """In the next round this node is known to be away, and the others mask without it; then it is back, with another key."""
+    algorithm, sampler, nodes, apart = watched(tmp_path, MEAN)
+    state = other = algorithm.init(jax.random.key(0))
+    away = {0: set(), 1: {1}, 2: {1}, 3: set()}
+    for round in range(4):
+        cohort, nodes.unheard = sampler.cohort(round), away[round] if round == 1 else set()
+        nodes.dead = away[round] if round == 2 else set()
+        if round == 3:
+            nodes.start()
+        if away[round]:
+            masked = pytest.warns(UserWarning, match="No update counts in round 2, because the masks of the other nodes do not")
+            with pytest.warns(UserWarning, match="Node 1 did not answer"), masked if round == 1 else contextlib.nullcontext():
+                other, info = apart.apply(other, cohort)
+        else:
+            other, info = apart.apply(other, cohort)
+        alone = (cohort.clients % 3 == 1) if round == 2 else np.full(len(cohort), round == 1)
+        state, _ = algorithm.apply(state, dataclasses.replace(cohort, work=np.where(alone, 0, 1).astype(np.float32)))
+        assert int(info.num_aggregated) == np.count_nonzero(~alone)
+    assert largest_difference(state.params, other.params) == 0
+    lines = [json.loads(line) for line in (tmp_path / "deliveries.jsonl").read_text().splitlines()]
+    assert [line["answered"] for line in lines] == [[0, 1, 2], [], [0, 2], [0, 1, 2]]
+    others = "the sum is masked without node 1"
+    assert lines[1]["lost"] == {"0": others, "1": "it is away", "2": others}
+
+
+def test_the_sum_of_too_few_clients_is_not_asked_for(tmp_path):
+    algorithm, sampler, nodes, apart = watched(tmp_path, dataclasses.replace(MEAN, minimum=5))
+    state, cohort = algorithm.init(jax.random.key(0)), sampler.cohort(0)
+    few = dataclasses.replace(cohort, clients=cohort.clients[:4])
+    after, _ = apart.apply(state, few)
+    assert nodes.asked == 0
+    assert largest_difference(state.params, after.params) == 0
+    nodes.dead = {0, 1}
+    with pytest.raises(
+        NodeError, match="Expected at least 5 clients of round 1 at nodes that are there, got [0-4]: the sum of"
+    ):
+        apart.apply(state, cohort)
+
+
+def test_with_a_synchronization_model_masks_are_refused():
+    algorithm, sampler = federation("FedAvg", aggregator=MEAN, staleness=fedsim.Staleness(bound=0))
+    with pytest.raises(
+        ValueError, match="SecureMean cannot be deployed, because with a synchronization model nodes send single"
+    ):
+        deployment.check_deployable(Experiment(algorithm, sampler, sampler.data), 2)
