@@ -16,7 +16,7 @@ compressor                            bits per coordinate    unbiased   what is 
 `TernGrad`                            2                      yes        each tensor
 `ScaledSign`                          1                      no         each tensor
 `Drive`                               1                      yes or no  all tensors joined, in blocks
-`Eden`                                1 to 4                 yes or no  all tensors joined, in blocks
+`Eden`                                1 to 5                 yes or no  all tensors joined, in blocks
 `TopK`                                k / d of 32 + indices  no         all tensors joined
 `RandomK`                             k / d of 32            yes or no  all tensors joined
 `MagnitudePruning`                    1, and 32 if sent      no         each tensor
