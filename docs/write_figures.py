@@ -139,6 +139,30 @@ def bytes_() -> Figure:
     return figure
 
 
+def nmse() -> Figure:
+    """Points: the error of a compressed vector against the bytes of its message."""
+    figure, axes = _axes(width=8, height=4.2)
+    names = {"eden": "EDEN", "drive": "DRIVE", "random": "random k", "top": "top k", "qsgd": "QSGD", "terngrad": "TernGrad"}
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in _rows(REPRODUCTIONS / "nmse_and_bytes.json"):
+        if row["measure"] == "NMSE":
+            kind = row["id"].partition("-")[0]
+            mean = sum(row["values"]) / len(row["values"])
+            points.setdefault(names.get(kind, row["case"].partition(",")[0]), []).append((row["details"]["bytes"], mean))
+    for at, (name, pairs) in enumerate(points.items()):
+        style = {"color": COLOURS[at % 7], "marker": MARKERS[(at + at // 7) % 7]}
+        axes.plot(*zip(*pairs, strict=True), ls="", markersize=6, label=name, **style)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="bytes of a message of 4,096 numbers (16,384 bytes as float32)",
+        ylabel="normalized mean squared error",
+        title="Error against bytes: vectors from LogNormal(0, 1)",
+    )
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
 def attacks() -> Figure:
     """Heat map: test accuracy of aggregators under attacks."""
     grid: dict[str, dict[str, float]] = {}
@@ -181,12 +205,12 @@ def papers() -> Figure:
                 label=path.stem,
             )
             at += 1
-    low, high = 0.3, 3000
+    low, high = 0.002, 3000
     axes.plot([low, high], [low, high], color="gray", lw=1, label="equal")
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="paper (accuracy in %, rounds, or loss)",
+        xlabel="paper (accuracy in %, rounds, loss or error)",
         ylabel="ours, in the same unit",
         title="Results of papers and of fedsim, a point for each row",
     )
@@ -327,6 +351,7 @@ FIGURES: dict[str, tuple[Callable[[], Figure], list[Path]]] = {
     "speed": (speed, [RESULTS / "cpu-rounds.json"]),
     "clients": (clients, [RESULTS / "cpu-scale.json"]),
     "bytes": (bytes_, [REPRODUCTIONS / "compression.json"]),
+    "nmse": (nmse, [REPRODUCTIONS / "nmse_and_bytes.json"]),
     "attacks": (attacks, [REPRODUCTIONS / "robustness.json"]),
     "papers": (papers, sorted(REPRODUCTIONS.glob("*.json"))),
     "simulated_time": (simulated_time, [REPRODUCTIONS / "unus_staleness.json", REPRODUCTIONS / "unus_faults.json"]),

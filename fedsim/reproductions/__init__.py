@@ -19,6 +19,7 @@ from fedsim.reproductions._fedavg_mnist import FEDAVG
 from fedsim.reproductions._fedprox_stragglers import FEDPROX
 from fedsim.reproductions._few_labels import FEW_LABELS
 from fedsim.reproductions._four_ways import FOUR_WAYS
+from fedsim.reproductions._nmse_and_bytes import NMSE_AND_BYTES
 from fedsim.reproductions._opacus_mnist import OPACUS_MNIST
 from fedsim.reproductions._personalization_femnist import PERSONALIZATION
 from fedsim.reproductions._qffl_fairness import QFFL
@@ -72,6 +73,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         DP_FTRL_FEMNIST,
         TFF_DP_DIGITS,
         SECAGG_COST,
+        NMSE_AND_BYTES,
     )
 }
 

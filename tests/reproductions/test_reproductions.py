@@ -420,6 +420,7 @@ TINY = [
     ("dp_ftrl_femnist", ["tree"]),
     ("tff_dp_digits", ["epsilon-2"]),
     ("secagg_cost", ["clients-50"]),
+    ("nmse_and_bytes", ["eden-2", "rotated-1"]),
 ]
 
 
