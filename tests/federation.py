@@ -59,6 +59,9 @@ SAMPLERS = {
     "PoissonSampler": lambda data, seed: fedsim.samplers.PoissonSampler(data, probability=5 / data.num_clients, seed=seed),
     "ShuffledSampler": lambda data, seed: fedsim.samplers.ShuffledSampler(data, clients=5, seed=seed),
     "CyclicSampler": lambda data, seed: fedsim.samplers.CyclicSampler(data, clients=5, seed=seed),
+    "CyclicPoissonSampler": lambda data, seed: fedsim.samplers.CyclicPoissonSampler(
+        data, clients=min(5, data.num_clients), cycle=max(1, data.num_clients // 10), seed=seed
+    ),
     "DiurnalSampler": lambda data, seed: fedsim.samplers.DiurnalSampler(data, clients=5, seed=seed, period=6),
     "ScheduleSampler": schedule,
     "ClusteredSampling": lambda data, seed: fedsim.samplers.ClusteredSampling(data, clients=5, seed=seed),

@@ -322,7 +322,8 @@ class RunConfig:
         "independent",
         "differential privacy",
         "Noise of a round: independent, or correlated between rounds (DP-FTRL) by a binary tree, a banded or a buffered "
-        "Toeplitz matrix, which needs clients in a fixed or shuffled order, such as --sampler cyclic, and a fixed --dp-clip.",
+        "Toeplitz matrix, which needs clients in a fixed or shuffled order, such as --sampler cyclic (for banded also "
+        "cyclic_poisson), and a fixed --dp-clip.",
         builds="aggregator",
     )
     # The optimizer of a server without a learning rate of its own is SGD with the hyperparameter server_learning_rate.
@@ -335,7 +336,8 @@ class RunConfig:
         None,
         "training",
         "How the clients of a round are chosen: weighted, 'power_of_choice(candidates=30)', oort, ...; default: uniform. "
-        "With poisson, each is chosen with the same probability, and --clients is their number on average.",
+        "With poisson, each is chosen with the same probability, and --clients is their number on average; with "
+        "'cyclic_poisson(cycle=10)', each of a group, and 10 groups take turns.",
         of_sampler=True,
     )
     batch_size: int = _option(20, "training", "Examples per client step.", builds="batches", of_sampler=True)

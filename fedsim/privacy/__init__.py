@@ -21,6 +21,7 @@ from fedsim.privacy._guarantee import Guarantee as Guarantee
 from fedsim.privacy._guarantee import calibrated as calibrated
 from fedsim.privacy._guarantee import check as check
 from fedsim.privacy._guarantee import correlated as correlated
+from fedsim.privacy._participation import CyclicPoisson as CyclicPoisson
 from fedsim.privacy._participation import Epochs as Epochs
 from fedsim.privacy._participation import EveryRound as EveryRound
 from fedsim.privacy._participation import FixedSize as FixedSize

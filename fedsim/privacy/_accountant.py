@@ -13,8 +13,15 @@ from typing import Any, Literal
 
 from fedsim import checks
 from fedsim.aggregators import NoiseMatrix
-from fedsim.privacy._factorization import sensitivity
-from fedsim.privacy._participation import EveryRound, FixedSize, Participation, Relation, participation_of
+from fedsim.privacy._factorization import sensitivity, sensitivity_of_a_turn
+from fedsim.privacy._participation import (
+    CyclicPoisson,
+    EveryRound,
+    FixedSize,
+    Participation,
+    Relation,
+    participation_of,
+)
 from fedsim.samplers import Sampler
 
 Method = Literal["pld", "rdp"]
@@ -54,7 +61,8 @@ def epsilon(
       method: ``"pld"`` composes privacy loss distributions, ``"rdp"`` Rényi divergences. Default: the better one that is known.
       interval: for ``"pld"``, losses are rounded up to multiples of it.
       matrix: of a `fedsim.aggregators.MatrixMechanism`, whose rounds together are one Gaussian mechanism with the noise
-        multiplier divided by `sensitivity`; None: the noise of each round is independent.
+        multiplier divided by `sensitivity`; with `CyclicPoisson`, those of a cycle are one. None: the noise of each round is
+        independent.
 
     Returns:
       ε; infinity without noise.
@@ -160,6 +168,9 @@ def noise_multiplier(
 
 def _composed(participation: Participation, matrix: NoiseMatrix | None, rounds: int) -> tuple[Participation, float, int]:
     """Returns the participation in mechanisms with independent noise, what a client changes in norms, and their number."""
+    if isinstance(participation, CyclicPoisson):
+        scale = 1.0 if matrix is None else sensitivity_of_a_turn(matrix, participation.cycle, rounds=rounds)
+        return participation, scale, participation.most(rounds)
     if matrix is not None:
         return EveryRound(), sensitivity(matrix, participation, rounds=rounds), 1
     if participation.least_separation is not None:

@@ -22,7 +22,7 @@ import numpy as np
 from fedsim import checks
 from fedsim.aggregators import BandedToeplitz, BinaryTree, BufferedToeplitz, NoiseMatrix, matrix_factorization
 from fedsim.durable_files import replace_text
-from fedsim.privacy._participation import Participation, participation_of
+from fedsim.privacy._participation import CyclicPoisson, Participation, participation_of
 from fedsim.samplers import Sampler
 
 Correlation = Literal["tree", "banded", "buffered"]
@@ -181,7 +181,13 @@ def noise_matrix(
     BinaryTree(rounds=100)
     """
     checks.one_of("tree", "banded", "buffered", kind=kind)
-    separation = _separation(participation_of(participation))
+    known = participation_of(participation)
+    if isinstance(known, CyclicPoisson) and kind != "banded":
+        raise ValueError(
+            f"Expected kind='banded' for groups that take turns with Poisson sampling, got kind={kind!r}: sampling is known to "
+            "amplify the privacy of banded noise alone. Use fedsim.samplers.CyclicSampler for other matrices."
+        )
+    separation = known.cycle if isinstance(known, CyclicPoisson) else _separation(known)
     if kind == "tree":
         return BinaryTree(rounds=rounds)
     if kind == "buffered":
@@ -203,6 +209,19 @@ def _separation(participation: Participation) -> int:
             "(--sampler cyclic)."
         )
     return participation.least_separation
+
+
+def sensitivity_of_a_turn(matrix: NoiseMatrix, cycle: int, *, rounds: int) -> float:
+    """Returns the norm of a column of a banded matrix, where the rows of a client's turns have nothing in common."""
+    checks.whole(1, matrix.rounds, rounds=rounds, remedy="the noise was correlated for so many rounds")
+    column = matrix.column(rounds)
+    if not matrix.is_toeplitz or np.any(column[cycle:]):
+        raise ValueError(
+            f"Expected a BandedToeplitz of at most {cycle} bands where groups take turns every {cycle} rounds, got {matrix}: "
+            "the noise of a client's turns would depend on each other, which no accountant with sampling knows. Use "
+            "noise_matrix('banded', ...)."
+        )
+    return float(np.linalg.norm(column))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,16 @@ from typing import Any, ClassVar, Literal
 
 from fedsim import checks
 from fedsim.attacks import Attack
-from fedsim.samplers import Attacked, CyclicSampler, PoissonSampler, Sampler, ShuffledSampler, Stragglers, UniformSampler
+from fedsim.samplers import (
+    Attacked,
+    CyclicPoissonSampler,
+    CyclicSampler,
+    PoissonSampler,
+    Sampler,
+    ShuffledSampler,
+    Stragglers,
+    UniformSampler,
+)
 
 # Which populations are neighbours: one has a client that the other lacks, the examples of one client differ, or one client
 # sends zeros in all of its rounds.
@@ -75,6 +84,48 @@ class Poisson(Participation):
         return (
             f"every client takes part in a round with probability {self.probability:.4g}, independently of the others (Poisson "
             "sampling)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CyclicPoisson(Participation):
+    """Groups of clients take turns, and every client of the group takes part with the same probability, independently.
+
+    C. A. Choquette-Choo et al., "(Amplified) banded matrix factorization: a unified approach to private training", NeurIPS
+    2023, algorithm 2: https://arxiv.org/abs/2306.08153. A client that is left out keeps its place in its group. The rounds are
+    then as many mechanisms with Poisson sampling as a group has turns, also if the noise is correlated between fewer rounds
+    than those of a cycle.
+
+    Attributes:
+      probability: in (0, 1).
+      cycle: the number of groups.
+
+    >>> print(CyclicPoisson(0.1, cycle=10))
+    every client may take part every 10 rounds, each time with probability 0.1, independently (Poisson sampling of groups)
+    >>> CyclicPoisson(0.1, cycle=10).most(25)
+    3
+    """
+
+    relations = ("zero_out",)
+
+    probability: float
+    _: dataclasses.KW_ONLY
+    cycle: int
+
+    def __post_init__(self) -> None:
+        checks.number(above=0, most=1, probability=self.probability, remedy="it is the probability that a client takes part")
+        checks.whole(1, cycle=self.cycle)
+
+    def most(self, rounds: int) -> int:
+        return -(-rounds // self.cycle)
+
+    def event(self, dp: Any, noise: float) -> Any:
+        return Poisson(self.probability).event(dp, noise)
+
+    def __str__(self) -> str:
+        return (
+            f"every client may take part every {self.cycle:,} rounds, each time with probability {self.probability:.4g}, "
+            "independently (Poisson sampling of groups)"
         )
 
 
@@ -186,8 +237,8 @@ def participation_of(sampler: Sampler | Participation) -> Participation:
     not collude. Stragglers are known where it is known who takes part: `samplers.Stragglers` of a `CyclicSampler`, for example.
 
     Args:
-      sampler: a `PoissonSampler`, a `UniformSampler`, a `CyclicSampler` or a `ShuffledSampler`; a `Participation` is returned
-        as it is.
+      sampler: a `PoissonSampler`, a `UniformSampler`, a `CyclicSampler`, a `ShuffledSampler` or a `CyclicPoissonSampler`; a
+        `Participation` is returned as it is.
 
     Raises:
       ValueError: the sampler is another one, for which no accountant is known.
@@ -214,6 +265,10 @@ def participation_of(sampler: Sampler | Participation) -> Participation:
             return inner if isinstance(inner, Epochs) else Epochs(1, separation=1)
     if type(sampler) is PoissonSampler:
         return EveryRound() if sampler.probability == 1 else Poisson(sampler.probability)
+    if type(sampler) is CyclicPoissonSampler:
+        if sampler.probability == 1:
+            return Epochs(sampler.cycle, separation=sampler.cycle)
+        return CyclicPoisson(sampler.probability, cycle=sampler.cycle)
     if type(sampler) is UniformSampler:
         population = sampler.data.num_clients
         return EveryRound() if sampler.clients == population else FixedSize(sampler.clients, population)

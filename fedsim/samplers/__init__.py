@@ -16,6 +16,7 @@ from fedsim.samplers._checked import checked_cohort as checked_cohort
 from fedsim.samplers._checked import same_key as same_key
 from fedsim.samplers._clustered import ClusteredSampling as ClusteredSampling
 from fedsim.samplers._cyclic import CyclicSampler as CyclicSampler
+from fedsim.samplers._cyclic_poisson import CyclicPoissonSampler as CyclicPoissonSampler
 from fedsim.samplers._diurnal import DiurnalSampler as DiurnalSampler
 from fedsim.samplers._importance import ImportanceByNorm as ImportanceByNorm
 from fedsim.samplers._observation import Observation as Observation
@@ -40,6 +41,7 @@ SAMPLERS = {
     "poisson": PoissonSampler,
     "shuffled": ShuffledSampler,
     "cyclic": CyclicSampler,
+    "cyclic_poisson": CyclicPoissonSampler,
     "diurnal": DiurnalSampler,
     **by_name(ClusteredSampling, PowerOfChoice, Oort, ImportanceByNorm),
 }

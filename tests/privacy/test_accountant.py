@@ -10,7 +10,16 @@ from scipy.special import gammaln
 from scipy.stats import norm
 
 import fedsim
-from fedsim.privacy import Epochs, EveryRound, FixedSize, Poisson, epsilon, noise_multiplier, participation_of
+from fedsim.privacy import (
+    CyclicPoisson,
+    Epochs,
+    EveryRound,
+    FixedSize,
+    Poisson,
+    epsilon,
+    noise_multiplier,
+    participation_of,
+)
 
 MNIST = {"delta": 1e-5, "interval": 1e-4}
 
@@ -141,12 +150,15 @@ def test_the_participation_is_that_of_the_sampler():
     assert [participation_of(s) for s in in_turns] == [
         Epochs(3, separation=3), EveryRound(), Epochs(3, separation=1), EveryRound(),
     ]  # fmt: skip
+    groups = [samplers.CyclicPoissonSampler(data, clients=count, cycle=4, seed=0) for count in (1, 2)]
+    assert [participation_of(s) for s in groups] == [CyclicPoisson(0.5, cycle=4), Epochs(4, separation=4)]
     attacked = samplers.Attacked(poisson, sign_flip, attackers=["client1"], seed=0)
     assert participation_of(attacked) == Poisson(0.25)
     others = {
         name: make(data, 0)
         for name, make in federation.SAMPLERS.items()
-        if name not in ("UniformSampler", "PoissonSampler", "CyclicSampler", "ShuffledSampler", "Attacked")
+        if name
+        not in ("UniformSampler", "PoissonSampler", "CyclicSampler", "ShuffledSampler", "CyclicPoissonSampler", "Attacked")
     }
     for name, sampler in others.items():
         with pytest.raises(ValueError, match=f"^Expected a PoissonSampler or a UniformSampler, got {name}: who takes part"):

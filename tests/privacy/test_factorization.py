@@ -10,7 +10,18 @@ import pytest
 import fedsim
 from fedsim import privacy
 from fedsim.aggregators import BandedToeplitz, BinaryTree, BufferedToeplitz, MatrixMechanism
-from fedsim.privacy import Epochs, EveryRound, FixedSize, Guarantee, Poisson, epsilon, max_loss, noise_multiplier, sensitivity
+from fedsim.privacy import (
+    CyclicPoisson,
+    Epochs,
+    EveryRound,
+    FixedSize,
+    Guarantee,
+    Poisson,
+    epsilon,
+    max_loss,
+    noise_multiplier,
+    sensitivity,
+)
 
 ROUNDS = 9
 BANDED = BandedToeplitz(rounds=ROUNDS, coefficients=(1.0, 0.5, 0.4))
@@ -132,3 +143,51 @@ def test_sampling_at_random_is_refused(participation):
         ValueError, match="^Expected clients whose rounds have a minimum distance, got a participation in which"
     ):
         epsilon(1.0, participation, rounds=5, delta=1e-5, matrix=BANDED)
+
+
+def test_sampling_of_groups_amplifies_banded_noise_as_jax_privacy_says():
+    """Its accountant of BandMF takes noise in units of the norm of a column, and the sizes of the batch and of a group."""
+    analysis = pytest.importorskip("jax_privacy.accounting.analysis")
+    accountants = pytest.importorskip("jax_privacy.accounting.accountants")
+    matrix, groups = BandedToeplitz(rounds=40, coefficients=(1.0, 0.6, 0.3, 0.1)), CyclicPoisson(0.2, cycle=4)
+    config = accountants.PldAccountantConfig(value_discretization_interval=1e-3)
+    known = analysis.DpsgdTrainingAccountant(dp_accountant_config=config)
+    params = analysis.DpParams(
+        noise_multipliers=2.0, num_samples=1000, batch_size=50, delta=1e-4, cycle_length=4,
+        sampling_method=analysis.SamplingMethod.POISSON,
+    )  # fmt: skip
+    for rounds in (4, 40):
+        found = epsilon(2.0 * np.linalg.norm(matrix.coefficients), groups, rounds=rounds, delta=1e-4, matrix=matrix)
+        assert found == pytest.approx(known.compute_epsilon(rounds, params), rel=1e-3)
+    sampled, seen = (epsilon(2.0, way, rounds=40, delta=1e-4, matrix=matrix) for way in (groups, Epochs(4, separation=4)))
+    assert sampled < 0.5 * seen
+    # Without a matrix, the rounds of one group count.
+    assert epsilon(2.0, groups, rounds=9, delta=1e-4) == epsilon(2.0, Poisson(0.2), rounds=3, delta=1e-4)
+
+
+def test_the_guarantee_of_groups_that_take_turns():
+    data = federation.data()
+    sampler = fedsim.samplers.CyclicPoissonSampler(data, clients=1, cycle=3, seed=0)
+    private = privacy.calibrated(make(sampler), sampler, epsilon=2.0, delta=0.01, rounds=9)
+    guarantee = Guarantee.of(private, sampler, delta=0.01)
+    assert guarantee.epsilon(9) == pytest.approx(2, rel=1e-3) and "if a client sends zeros" in guarantee.text(9)
+    assert "(Poisson sampling of groups), and nobody sees who takes part" in guarantee.assumptions[0]
+
+
+def test_a_turn_with_every_client_reveals_what_clients_in_turns_reveal():
+    matrix = BandedToeplitz(rounds=12, coefficients=(1.0, 0.6, 0.3))
+    certain, turns = CyclicPoisson(1.0, cycle=3), Epochs(3, separation=3)
+    values = [epsilon(3.0, way, rounds=12, delta=1e-4, matrix=matrix) for way in (certain, turns)]
+    assert values[0] == pytest.approx(values[1], rel=3e-3)
+
+
+def test_more_bands_than_groups_are_refused():
+    matrix = BandedToeplitz(rounds=12, coefficients=(1.0, 0.6, 0.3))
+    with pytest.raises(ValueError, match="Expected a BandedToeplitz of at most 2 bands where groups take turns every 2 rounds"):
+        epsilon(2.0, CyclicPoisson(0.1, cycle=2), rounds=12, delta=1e-4, matrix=matrix)
+    with pytest.raises(ValueError, match="Expected a BandedToeplitz of at most 3 bands"):
+        epsilon(2.0, CyclicPoisson(0.1, cycle=3), rounds=12, delta=1e-4, matrix=BinaryTree(rounds=12))
+    for kind in ("tree", "buffered"):
+        with pytest.raises(ValueError, match=f"^Expected kind='banded' for groups .* got kind='{kind}'"):
+            privacy.noise_matrix(kind, CyclicPoisson(0.1, cycle=3), rounds=12)
+    assert len(privacy.noise_matrix("banded", CyclicPoisson(0.1, cycle=3), rounds=12).coefficients) == 3

@@ -5,7 +5,7 @@ import pytest
 from federation import singletons
 from scipy import stats
 
-from fedsim.samplers import PoissonSampler, UniformSampler
+from fedsim.samplers import CyclicPoissonSampler, PoissonSampler, UniformSampler
 
 ROUNDS = 2000
 
@@ -74,3 +74,23 @@ def test_cohorts_may_be_empty_or_everybody():
 def test_probabilities_that_are_none_are_refused(probability):
     with pytest.raises(ValueError, match="Expected 0 < probability <= 1, got probability="):
         PoissonSampler(singletons(5), probability=probability, seed=0)
+
+
+def test_groups_take_turns_and_their_clients_are_independent():
+    """Ten clients in three groups of 3 or 4; of the pairs of a group, both take part as often as chance implies."""
+    sampler = CyclicPoissonSampler(singletons(10), clients=2, cycle=3, seed=4)
+    included = np.zeros((3 * ROUNDS, 10), bool)
+    for cohort in sampler.rounds(3 * ROUNDS):
+        included[cohort.round, cohort.clients] = True
+    turns = [set(np.flatnonzero(included[turn::3].any(0))) for turn in range(3)]
+    assert sorted(map(len, turns)) == [3, 3, 4] and set.union(*turns) == set(range(10))
+    for turn, group in enumerate(turns):
+        own = included[turn::3][:, sorted(group)].astype(int)
+        together = own.T @ own
+        pairs = together[np.triu_indices(len(group), 1)]
+        again = (own[1:] * own[:-1]).sum(0)  # in two turns after each other
+        for counts, chance, count in ((np.diag(together), 0.6, ROUNDS), (pairs, 0.36, ROUNDS), (again, 0.36, ROUNDS - 1)):
+            low, high = stats.binom.interval(1 - 1e-4 / len(counts), count, chance)
+            assert low <= counts.min() and counts.max() <= high
+    with pytest.raises(ValueError, match="at least clients=4 of the 10 clients, got cycle=3 groups"):
+        CyclicPoissonSampler(singletons(10), clients=4, cycle=3, seed=0)
