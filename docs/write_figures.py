@@ -210,7 +210,7 @@ def papers() -> Figure:
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="paper (accuracy in %, rounds, loss or error)",
+        xlabel="paper (accuracy, rounds, loss, error or bytes)",
         ylabel="ours, in the same unit",
         title="Results of papers and of fedsim, a point for each row",
     )

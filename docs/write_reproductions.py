@@ -85,8 +85,9 @@ VERDICTS = {
         "tree is as good as independent noise, because its noise in a sum of rounds is little smaller here."
     ),
     "tff_dp_digits": (
-        "The published order, with 300 of 3,383 writers: noise costs accuracy, from 0.825 without to 0.368 with z = 1, and 120 "
-        "writers with z = 1.2 have 0.827. ε is that of the tutorial for all writers, and far larger for so few of them."
+        "The published order, with 300 of 3,383 writers: the more noise, the lower the accuracy, and 120 writers with the most "
+        "noise are as accurate as 50 without. All accuracies are within 9 % of the tutorial's. ε is the tutorial's with all "
+        "writers, and far larger with so few of them."
     ),
     "attacks_and_defenses": (
         "No published numbers: clipping alone stops no attack, and noise stops all of them, but also learning, because 50 "
