@@ -148,16 +148,15 @@ def _run(request: Request, case: NoiseCase) -> Iterator[Row]:
         request.log(f"{case}: seed {seed}: {curves[-1].scores[-1]:.3f}, {curves[-1].seconds:.0f} s")
     few = f"{writers:,} of {WRITERS:,} writers" if writers < WRITERS else ""
     bounds = {each: epsilon(case.clients, case.noise, each) for each in dict.fromkeys((WRITERS, writers))}
-    for at, published in case.accuracies.items():
-        if at not in curves[0].rounds and at != ROUNDS:
-            continue
+    evaluated = [at for at in case.accuracies if at in curves[0].rounds or at == ROUNDS]
+    for at in evaluated:
         found = [curve.points()[min(at, extent.rounds)] for curve in curves]
         yield Row.of_seeds(
             found,
             case=str(case),
             measure=f"test accuracy after {at} rounds",
-            paper=f"{published:.3f}",
-            seconds=sum(curve.seconds for curve in curves) if at == min(case.accuracies) else 0.0,
+            paper=f"{case.accuracies[at]:.3f}",
+            seconds=sum(curve.seconds for curve in curves) if at == evaluated[0] else 0.0,
             settings=dataclasses.asdict(case) | {"rounds": extent.rounds, "writers": writers, "delta": DELTA},
             details={"curves": [curve.points() for curve in curves], "epsilon by writers": bounds},
             reduced=join_nonempty(few, extent.reduced()),
