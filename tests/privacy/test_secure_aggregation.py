@@ -77,6 +77,21 @@ def test_the_audit_tells_robust_aggregators_from_a_norm_that_clients_keep(name):
     assert "no more than the sum of at least 4" in seen and "needs every" not in seen
 
 
+def test_a_norm_that_clients_keep_bounds_what_one_of_them_changes():
+    """Of the mean of four equal weights, a quarter of the norm; without it, the clipping of single values allows far more."""
+    changes = []
+    for aggregator in (Clipped(1.0, inner=SecureMean(max_weight=1.0, minimum=2)), SecureMean(max_weight=1.0, minimum=2)):
+        means = []
+        for own in (jnp.zeros(40), jnp.full(40, -5.0)):
+            total = aggregator.zero(jnp.zeros(40), 4)
+            for slot, update in enumerate([own, *jnp.eye(3, 40)]):
+                sent = aggregator.send(update, (), (), jax.random.key(slot)).update
+                total = aggregator.accumulate(total, sent, jnp.float32(1), slot)
+            means.append(aggregator.finish(total))
+        changes.append(float(jnp.linalg.norm(means[1] - means[0])))
+    assert changes == pytest.approx([1 / 4, 5 * np.sqrt(40) / 4], rel=1e-4)
+
+
 def test_bytes_are_those_of_the_messages():
     """Two keys up and those of the 6 neighbours down; an encrypted pair of shares for each; the vector; one share for each."""
     result = SecureAggregation(threshold=2, neighbors=6).run(vectors(), KEY)
