@@ -33,13 +33,16 @@ _README = """\
 
 `fedsim_app/run.json` is the configuration: {title}, on {nodes} nodes. Flower brings the app to all nodes.
 
-1. Install fedsim {version} with the extras `[run,flower]` on every machine, with the same version of JAX. The processes of
-   Flower must run in that environment, and must not install another one:
+1. Install fedsim {version} with the extras `[run,flower]` on every machine, with the same version of JAX. Activate that
+   environment where you start processes of Flower, because they start others. They must not install another environment:
 
    ```
    flower-superlink --disable-runtime-dependency-installation --host ADDRESS \\
      --ssl-ca-certfile FILE --ssl-certfile FILE --ssl-keyfile FILE
    ```
+
+   `fedsim.deployment.Certificates` makes certificates. For a trial without them, on one machine, give `--insecure` instead,
+   here and in step 2, and `insecure = true` in step 3.
 
 2. At each node, with its own number, from 0 to {last}:
 
@@ -47,6 +50,7 @@ _README = """\
    flower-supernode --superlink ADDRESS:8000 --root-certificates FILE --node-config '{example}'
    ```
 
+   Several nodes on one machine need a `--port` each.
    {data}
    What clients keep between rounds is stored in `fedsim` in Flower's home, in a folder for each run folder;
    `folder="DIR"` in the node's configuration chooses another place.

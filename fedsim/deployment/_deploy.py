@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fedsim import checks, datasets
+import jax
+
+from fedsim import checks, datasets, rng
 from fedsim.aggregators import DistributedMechanism, GaussianMechanism, LocallyNoised, StackAggregator
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import Experiment, RunConfig, Settings, synchronization_of
@@ -24,6 +26,7 @@ from fedsim.deployment._nodes import NodeError
 from fedsim.deployment._own_data import described_population
 from fedsim.deployment._processes import FlowerProcesses, check_flower
 from fedsim.durable_files import replace_text
+from fedsim.execution import DividedRound
 from fedsim.experiment import Result, run_experiment
 from fedsim.experiment.driving import DEPLOYMENT, Checkpoints, is_personal
 from fedsim.rounds import Staleness
@@ -72,7 +75,15 @@ def deploy(
     replace_text(folder / "nodes" / "node.json", json.dumps(given | {"folder": str(folder.absolute() / "nodes")}) + "\n")
     commands = [[sys.executable, "-m", "fedsim.deployment", str(folder / "nodes" / "node.json"), str(i)] for i in range(nodes)]
     network = FlowerNodes(FlowerProcesses(commands, port=port, wait=wait, secure=secure))
-    return run_on(network, config, settings, node_data=node_data, secure=secure, table=table)
+    try:
+        return run_on(network, config, settings, node_data=node_data, secure=secure, table=table)
+    except BaseException:
+        if not (folder / DEPLOYMENT).exists():  # The nodes have not come, so nothing is to be continued.
+            (folder / "nodes" / "node.json").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # Only an empty folder is deleted.
+                (folder / "nodes").rmdir()
+                folder.rmdir()
+        raise
 
 
 def run_on(
@@ -99,6 +110,8 @@ def run_on(
         built = build_deployed(config, settings, execution)
         check_deployable(built, network.count)
     known: dict[str, Any] = {"nodes": network.count, "secure": secure, "node_data": node_data, "app": app, "run": run}
+    if settings.progress:
+        print(f"Starting {network.count} nodes: processes on this machine, which end with this command.", file=sys.stderr)
     with _terminated(), network:
         if node_data is not None:
             built = build_deployed(config, settings, execution, _splits_of_nodes(config, network))
@@ -108,7 +121,8 @@ def run_on(
         replace_text(folder / DEPLOYMENT, json.dumps(known) + "\n")
         execution.check(checked_cohort(built.sampler, 0))
         if has_server_steps(config):
-            built, settings = _with_server_steps(built, config, execution), dataclasses.replace(settings, rounds_per_dispatch=1)
+            built = _with_server_steps(built, config, execution)
+        settings = dataclasses.replace(settings, rounds_per_dispatch=1)
         return run_experiment(built, config, settings, progress=settings.progress, table=table)
 
 
@@ -175,8 +189,8 @@ def check_deployable(built: Experiment, nodes: int) -> None:
     ...
     ValueError: Krum cannot be deployed, because it needs every single update and nodes send sums: simulate it (fedsim run).
     """
-    algorithm, data = built.algorithm, checked_cohort(built.sampler, 0).data
-    name = type(algorithm).__name__
+    algorithm, cohort = built.algorithm, checked_cohort(built.sampler, 0)
+    data, name = cohort.data, type(algorithm).__name__
     reason = ""
     if hasattr(algorithm, "topology"):
         reason = "it has no server"
@@ -205,6 +219,8 @@ def check_deployable(built: Experiment, nodes: int) -> None:
         raise ValueError(f"{name} cannot be deployed, because {reason}: {_SIMULATE}.")
     if nodes > data.num_clients:
         raise ValueError(f"Expected nodes <= {data.num_clients} (the clients), got nodes={nodes}: use fewer.")
+    like = jax.eval_shape(algorithm.init, key := rng.typed(cohort.key))
+    DividedRound(algorithm, like, data, slots=cohort.slots, key=key.dtype)  # It checks the calls of a round.
 
 
 def _with_server_steps(built: Experiment, config: RunConfig, deployed: Deployed) -> Experiment:

@@ -62,6 +62,7 @@ class Deployed(Execution):
     folder: Path
     name: str = dataclasses.field(default="", repr=False)
     keeps_memories: ClassVar[bool] = False
+    waits: ClassVar[bool] = True
 
     def check(self, cohort: Cohort) -> None:
         """Compares what the nodes say of themselves with the server.

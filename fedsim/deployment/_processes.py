@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,6 +26,7 @@ from fedsim.experiment.driving import Interruption
 _POLL_SECONDS = 0.1
 _SECONDS_TO_END = 3.0
 _VERSION = "1.42"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal
 # The description of an app, without its name.
 PROJECT = """\
 [project]
@@ -250,7 +252,7 @@ class FlowerProcesses:
         return found[0]
 
     def _end_of(self, name: str) -> str:
-        lines = self._log(name).read_text(errors="replace").strip().splitlines()
+        lines = _COLOURS.sub("", self._log(name).read_text(errors="replace")).strip().splitlines()
         return lines[-1] if lines else "it wrote nothing"
 
     def _end(self) -> None:

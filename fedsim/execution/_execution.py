@@ -68,9 +68,12 @@ class Execution:
 
     Attributes:
       keeps_memories: whether the states have what clients keep between rounds. If not, it is where the clients run.
+      waits: whether `run` returns when the results are computed, so that nothing is gained by sending rounds to the devices
+        before the results of the last ones are read.
     """
 
     keeps_memories: ClassVar[bool] = True
+    waits: ClassVar[bool] = False
 
     def run(
         self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None

@@ -180,7 +180,8 @@ class Run(Rounds):
     def waits(self) -> bool:
         # Where the run ends must not depend on how many rounds are sent to the devices at once.
         may_stop = self._can_stop and self._is_evaluated(self.position)
-        return (may_stop or is_steered(self.sampler)) and self._finished < self.position
+        waits = may_stop or is_steered(self.sampler) or self.algorithm.execution.waits
+        return waits and self._finished < self.position
 
     def _stop_if_due(self) -> None:
         """Ends the run after the last finished round, if that was evaluated and a rule or a callback says so."""

@@ -232,6 +232,30 @@ def test_a_run_that_was_not_deployed_is_not_continued_on_nodes(tmp_path, monkeyp
         _deploy.deploy(config, settings)
 
 
+def test_a_deployment_whose_nodes_do_not_come_leaves_no_folder(tmp_path, monkeypatch):
+    from fedsim.deployment import _deploy
+
+    class Network:
+        count = 2
+
+        def __init__(self, processes):
+            assert (tmp_path / "runs" / "a" / "nodes" / "node.json").exists()
+
+        def __enter__(self):
+            raise NodeError("After 3 s the worker of node 0 was not ready")
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(_deploy, "check_flower", lambda: None)
+    monkeypatch.setattr(_deploy, "FlowerProcesses", lambda *_, **__: None)
+    monkeypatch.setattr(_deploy, "FlowerNodes", Network)
+    config = RunConfig(model="digits_logistic", rounds=1)
+    with pytest.raises(NodeError, match="was not ready"):
+        _deploy.deploy(config, Settings(folder=str(tmp_path / "runs" / "a"), progress=False))
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 @NEEDS_FLOWER
 @pytest.mark.slow
 @pytest.mark.parametrize(
