@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from fedsim.execution import Sharded as Sharded
     from fedsim.execution import place_clients as place_clients
     from fedsim.execution import use_all_cores as use_all_cores
+    from fedsim.model import MixtureModel as MixtureModel
     from fedsim.model import Model as Model
     from fedsim.model import SplitModel as SplitModel
     from fedsim.planning import Audit as Audit
@@ -88,7 +89,7 @@ else:  # At run time, `__getattr__` imports the submodules, and these names from
         "differentiation": "differentiable tune",
         "evaluation": "Evaluation evaluate evaluate_personalized",
         "execution": "Auto Debug Execution Jit Pmap Sharded place_clients use_all_cores",
-        "model": "Model SplitModel",
+        "model": "MixtureModel Model SplitModel",
         "planning": "Audit Plan audit plan",
         "rounds": "Client ClientUpdate Clients RoundInfo Staleness",
         "samplers": "UniformSampler",

@@ -94,6 +94,8 @@ def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
         "SplitFed": Entry(of.SplitFed(**common)),
         "HypCluster": Entry(of.HypCluster(**common, num_clusters=CLUSTERS), preview=CLUSTERS * FORWARD),
         "IFCA": Entry(of.IFCA(**common, num_clusters=CLUSTERS), preview=CLUSTERS * FORWARD),
+        # The gradients of all components, how likely each is for an example, and that once more for the mixture.
+        "FedEM": Entry(of.FedEM(**common, num_components=CLUSTERS), step=CLUSTERS * (1 + FORWARD), preview=CLUSTERS * FORWARD),
         "PerFedAvg": Entry(of.PerFedAvg(**split(2)), step=2),
         "PerFedAvg, Hessian-free": Entry(of.PerFedAvg(**split(3), variant="hessian_free"), step=4),
         "PFedMe": Entry(of.PFedMe(**common), step=5 + FORWARD),  # five for theta, and the loss at theta

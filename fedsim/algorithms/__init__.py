@@ -18,6 +18,7 @@ from fedsim.algorithms._fedcm import FedCM as FedCM
 from fedsim.algorithms._feddc import FedDC as FedDC
 from fedsim.algorithms._feddistill import FedDistill as FedDistill
 from fedsim.algorithms._feddyn import FedDyn as FedDyn
+from fedsim.algorithms._fedem import FedEM as FedEM
 from fedsim.algorithms._fedexp import FedExP as FedExP
 from fedsim.algorithms._fedmatch import FedMatch as FedMatch
 from fedsim.algorithms._fedmgda import FedMGDA as FedMGDA
@@ -74,7 +75,7 @@ FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg, FedMGDA),
     "Personalization": (
         *(APFL, Ditto, FedPer, FedRep, LGFedAvg, FedBABU, FedBN, FedALA, FedProto, FedDistill),
-        *(HypCluster, IFCA, PerFedAvg, PFedMe, Reptile),
+        *(HypCluster, IFCA, FedEM, PerFedAvg, PFedMe, Reptile),
     ),
     "Few labels": (FixMatch, FedMatch),
     "Selective sharing": (DSSGD,),

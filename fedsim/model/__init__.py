@@ -1,6 +1,7 @@
 """`Model`: the functions of a neural network that algorithms call, made from a network of one of several libraries."""
 
 from fedsim.model._haiku import check_transformed as check_transformed
+from fedsim.model._mixture_model import MixtureModel as MixtureModel
 from fedsim.model._model import Model as Model
 from fedsim.model._model import default_metrics as default_metrics
 from fedsim.model._network import Examples as Examples

@@ -453,9 +453,10 @@ def deep_model(first=None):
 
 
 def trains_frozen_models(cls):
-    """Whether the server has all parameters that are not frozen, which are not divided by a field of the algorithm."""
+    """Whether the server has one model of all parameters that are not frozen, which no field of the algorithm divides."""
     fields = {field.name for field in dataclasses.fields(cls)}
-    return "model" in fields and not fields & {"head", "norm", "widths"} and not issubclass(cls, fedsim.algorithms.FedProto)
+    divided = fields & {"head", "norm", "widths", "num_components"} or issubclass(cls, fedsim.algorithms.FedProto)
+    return "model" in fields and not divided
 
 
 @pytest.mark.first(1)
