@@ -91,6 +91,7 @@ def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
         "HeteroFL": Entry(of.HeteroFL(**common)),  # simulates sub-networks as whole ones
         "FixMatch": Entry(of.FixMatch(**common), step=2, preview=FORWARD),  # weakly and strongly augmented examples
         "FedMatch": Entry(of.FedMatch(**common), step=3, preview=FORWARD),  # one for sigma, two for psi
+        "FedDF": Entry(of.FedDF(**common)),  # without examples at the server, whose cost is no client's
         "SplitFed": Entry(of.SplitFed(**common)),
         "HypCluster": Entry(of.HypCluster(**common, num_clusters=CLUSTERS), preview=CLUSTERS * FORWARD),
         "IFCA": Entry(of.IFCA(**common, num_clusters=CLUSTERS), preview=CLUSTERS * FORWARD),

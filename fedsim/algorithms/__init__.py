@@ -16,6 +16,7 @@ from fedsim.algorithms._fedbabu import FedBABU as FedBABU
 from fedsim.algorithms._fedbn import FedBN as FedBN
 from fedsim.algorithms._fedcm import FedCM as FedCM
 from fedsim.algorithms._feddc import FedDC as FedDC
+from fedsim.algorithms._feddf import FedDF as FedDF
 from fedsim.algorithms._feddistill import FedDistill as FedDistill
 from fedsim.algorithms._feddyn import FedDyn as FedDyn
 from fedsim.algorithms._fedem import FedEM as FedEM
@@ -78,6 +79,7 @@ FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
         *(HypCluster, IFCA, FedEM, PerFedAvg, PFedMe, Reptile),
     ),
     "Few labels": (FixMatch, FedMatch),
+    "Distillation at the server": (FedDF,),
     "Selective sharing": (DSSGD,),
     "Clients of different capacity": (HeteroFL,),
     "Networks divided between device and server": (SplitFed,),

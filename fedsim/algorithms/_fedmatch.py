@@ -26,7 +26,8 @@ from fedsim import augmentations, checks, metrics, rng, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import Local, LocalTraining
-from fedsim.algorithms._pseudo_labels import Examples, PseudoLabels, after_server_steps, check_classifier, server_seed
+from fedsim.algorithms._pseudo_labels import PseudoLabels, check_classifier
+from fedsim.algorithms._server_examples import Examples, after_server_steps, server_seed
 from fedsim.algorithms._server_step import after_step, first_state
 from fedsim.augmentations import Augmentation
 from fedsim.data import Batch, FederatedData
@@ -46,7 +47,7 @@ class Parts(NamedTuple):
 
 
 class FedMatchState(NamedTuple):
-    """`FixMatchState`, where ``params`` are the sum of ``parts``, and ``opt_state`` is that of the parts."""
+    """`SeededState`, where ``params`` are the sum of ``parts``, and ``opt_state`` is that of the parts."""
 
     params: Params
     opt_state: Any

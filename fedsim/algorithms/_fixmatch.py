@@ -14,7 +14,7 @@ have rotation, noise and cutout in place of RandAugment.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +23,12 @@ from fedsim import augmentations, metrics
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining
-from fedsim.algorithms._pseudo_labels import Examples, PseudoLabels, after_server_steps, check_classifier, server_seed
+from fedsim.algorithms._pseudo_labels import PseudoLabels, check_classifier
+from fedsim.algorithms._server_examples import Examples, SeededState, after_server_steps, server_seed
 from fedsim.augmentations import Augmentation
 from fedsim.data import Batch, FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
-
-
-class FixMatchState(NamedTuple):
-    """`ServerState`, and the seed of the server's own steps, ``uint32 []``."""
-
-    params: Params
-    opt_state: Any
-    round: jax.Array
-    server_seed: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -102,8 +94,8 @@ class FixMatch(FedAvg):
             )
         self.pseudo_labels.check(data, self.server_examples)
 
-    def init(self, key: jax.Array) -> FixMatchState:
-        return FixMatchState(**super().init(key)._asdict(), server_seed=server_seed(key))
+    def init(self, key: jax.Array) -> SeededState:
+        return SeededState(**super().init(key)._asdict(), server_seed=server_seed(key))
 
     def client_loss(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
         labels_of = self.pseudo_labels

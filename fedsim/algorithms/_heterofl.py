@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.aggregators import Aggregator, DistributedMechanism, GaussianMechanism, LocallyNoised
 from fedsim.algorithm import Capabilities
+from fedsim.algorithms._added_noise import check_adds_no_noise
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import Local, LocalTraining
 from fedsim.data import Batch, FederatedData
@@ -107,15 +107,11 @@ class HeteroFL(FedAvg):
     def check(self, data: FederatedData) -> None:
         super().check(data)
         # An update has the movement and the client's width. Their quotient is the same after both were clipped.
-        aggregator: Aggregator | None = self.aggregator
-        while aggregator is not None:
-            if isinstance(aggregator, (DistributedMechanism, GaussianMechanism, LocallyNoised)):
-                raise ValueError(
-                    f"Expected an aggregator without noise with HeteroFL, got {type(aggregator).__name__}: the server divides "
-                    "a sum of movements by the share of the clients that have an entry, which undoes the clipping and has "
-                    "noise, too. Use FedAvg."
-                )
-            aggregator = getattr(aggregator, "inner", None)
+        check_adds_no_noise(
+            self,
+            "the server divides a sum of movements by the share of the clients that have an entry, which undoes the clipping "
+            "and has noise, too",
+        )
 
     @property
     def _sizes(self) -> dict[str, int]:

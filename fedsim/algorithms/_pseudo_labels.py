@@ -1,25 +1,20 @@
-"""What FixMatch and FedMatch share: pseudo-labels of augmented examples, and supervised steps at the server."""
+"""What FixMatch and FedMatch share: pseudo-labels of augmented examples."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedsim import checks, rng, tree
-from fedsim.algorithms._local_training import LocalTraining
+from fedsim.algorithms._server_examples import Examples
 from fedsim.augmentations import Augmentation
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.metrics import divide
 from fedsim.model import Model, Params, current_scope, scope_of
-from fedsim.primitives import bounded_loop
-from fedsim.rounds import Client, streams
-
-Examples = Mapping[str, np.ndarray]
+from fedsim.rounds import Client
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,27 +76,3 @@ def check_classifier(model: Model, threshold: float, unlabelled_weight: float, s
         raise ValueError("Expected a classifier, got a model with num_classes=None: give its number of classes.")
     if server_examples is not None:
         model.check(FederatedData.from_clients({"server": server_examples}))
-
-
-def server_seed(key: jax.Array) -> jax.Array:
-    """Returns the seed of the server's own steps, ``uint32 []``."""
-    return jax.random.bits(rng.stream(key, "server"), dtype=jnp.uint32)
-
-
-def after_server_steps(
-    training: LocalTraining, params: Params, examples: Examples | None, seed: jax.Array, round_number: jax.Array
-) -> Params:
-    """Returns the parameters after the server's steps on its own examples, which are those of a client with these examples."""
-    if examples is None:
-        return params
-    columns = {name: jnp.asarray(column) for name, column in examples.items()}
-    size = len(columns["y"])
-    words, step_key = streams(jax.random.fold_in(jax.random.key(seed), round_number))
-
-    def step(t: jax.Array, local: Any) -> Any:
-        index, mask = training.batches.indices(words, size, t)
-        drawn = {name: column[index] for name, column in columns.items()}
-        return training.step(local, Batch(drawn, mask, jax.random.fold_in(step_key, t), t))
-
-    steps = training.batches.num_steps(size)
-    return bounded_loop(steps, step, training.start(params), most_steps=max(1, steps)).params
