@@ -16,10 +16,12 @@ from fedsim.reproductions._diloco import DILOCO
 from fedsim.reproductions._dp_ftrl_femnist import DP_FTRL_FEMNIST
 from fedsim.reproductions._dropped_messages import DROPPED_MESSAGES
 from fedsim.reproductions._fedavg_mnist import FEDAVG
+from fedsim.reproductions._fedem_emnist import FEDEM_EMNIST
 from fedsim.reproductions._fedprox_stragglers import FEDPROX
 from fedsim.reproductions._few_labels import FEW_LABELS
 from fedsim.reproductions._four_ways import FOUR_WAYS
 from fedsim.reproductions._nmse_and_bytes import NMSE_AND_BYTES
+from fedsim.reproductions._niid_mnist import NIID_MNIST
 from fedsim.reproductions._opacus_mnist import OPACUS_MNIST
 from fedsim.reproductions._personalization_femnist import PERSONALIZATION
 from fedsim.reproductions._qffl_fairness import QFFL
@@ -52,7 +54,9 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         FEDPROX,
         QFFL,
         SCAFFOLD_EMNIST,
+        NIID_MNIST,
         PERSONALIZATION,
+        FEDEM_EMNIST,
         COMPRESSION,
         ROBUSTNESS,
         UNUS_FEDAVG,
