@@ -20,8 +20,8 @@ from fedsim.reproductions._fedem_emnist import FEDEM_EMNIST
 from fedsim.reproductions._fedprox_stragglers import FEDPROX
 from fedsim.reproductions._few_labels import FEW_LABELS
 from fedsim.reproductions._four_ways import FOUR_WAYS
-from fedsim.reproductions._nmse_and_bytes import NMSE_AND_BYTES
 from fedsim.reproductions._niid_mnist import NIID_MNIST
+from fedsim.reproductions._nmse_and_bytes import NMSE_AND_BYTES
 from fedsim.reproductions._opacus_mnist import OPACUS_MNIST
 from fedsim.reproductions._personalization_femnist import PERSONALIZATION
 from fedsim.reproductions._qffl_fairness import QFFL

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import haiku as hk
 import jax
@@ -85,11 +86,15 @@ def _run(request: Request, title: str, make: Callable[..., Algorithm], paper: st
             client_optimizer=optax.sgd(_RATE, momentum=_MOMENTUM),
             batches=Batches(size=_BATCH, epochs=_EPOCHS),
         )
+
+        def accuracy(state: Any, data: FederatedData = test_data) -> float:
+            return evaluate(model, state.params, data).overall["accuracy"]
+
         curve = train(
             algorithm,
             UniformSampler(train_data, clients=_CLIENTS, seed=seed),
             rounds=extent.rounds,
-            score=lambda state, data=test_data: evaluate(model, state.params, data).overall["accuracy"],
+            score=accuracy,
             every=2,
         )
         request.log(f"{title}: seed {seed}: accuracy {curve.scores[-1]:.4f}, {curve.seconds:.0f} s")
