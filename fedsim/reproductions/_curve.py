@@ -152,7 +152,7 @@ def search_rate(
             rate = 10 ** (k / 3)
             reached = found.curve.rounds_to_target(target) is not None
             curve = run(rate, found.curve.rounds[-1] if reached else rounds)
-            better = _quality(curve, target) > _quality(found.curve, target)
+            better = quality(curve, target) > quality(found.curve, target)
             found = SearchResult(
                 rate if better else found.rate,
                 curve if better else found.curve,
@@ -166,7 +166,12 @@ def search_rate(
     return found
 
 
-def _quality(curve: Curve, target: float) -> tuple[float, float]:
+def quality(curve: Curve, target: float) -> tuple[float, float]:
+    """Returns a pair that is larger for a curve that reaches a target sooner, or comes closer to it if none reaches it.
+
+    >>> quality(Curve([1, 2], [0.1, 0.6], None, 1.0), 0.5) > quality(Curve([1, 2], [0.1, 0.4], None, 1.0), 0.5)
+    True
+    """
     reached = curve.rounds_to_target(target)
     return -float("inf") if reached is None else -reached, float(np.max(np.nan_to_num(curve.scores, nan=-np.inf)))
 

@@ -18,13 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from fedsim import rng
-from fedsim.data import Batches, Cohort, FederatedData
+from fedsim.data import Batches
 from fedsim.decentralized import (
     D2,
     DecentralizedAlgorithm,
@@ -39,11 +38,11 @@ from fedsim.decentralized import (
 )
 from fedsim.execution import Jit, share_programs
 from fedsim.model import Model
+from fedsim.reproductions._quadratics import functions, measure_rounds, quadratic
 from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty
 
 _DIMENSIONS, _MU, _L, _TARGET = 10, 0.5, 1.0, 1e-6
 _SIZES = (6, 12, 24)
-_ROUNDS_TOGETHER = 50
 
 
 class _Method:
@@ -89,24 +88,6 @@ def problem(nodes: int, seed: int, zeta2: float, r0: float) -> tuple[np.ndarray,
     return hessians.astype(np.float32), slopes.astype(np.float32), start.astype(np.float32)
 
 
-def _quadratic() -> Model:
-    def value(params: Any, examples: Mapping[str, jax.Array], key: Any = None) -> jax.Array:
-        x = params["x"]
-        return 0.5 * jnp.einsum("i,nij,j->n", x, examples["hessian"], x) - examples["slope"] @ x
-
-    return Model(
-        init=lambda key: {"x": jnp.zeros(_DIMENSIONS)},
-        apply_for_train=value,
-        apply_for_eval=value,
-        loss=lambda examples, outputs: outputs,
-        metrics={},
-        features={
-            "hessian": jax.ShapeDtypeStruct((_DIMENSIONS, _DIMENSIONS), jnp.float32),
-            "slope": jax.ShapeDtypeStruct((_DIMENSIONS,), jnp.float32),
-        },
-    )
-
-
 def _measured(cls: type[DecentralizedAlgorithm]) -> type[DecentralizedAlgorithm]:
     """Returns a subclass whose info also has the mean squared distance of the nodes' models to the optimum, 0."""
 
@@ -124,28 +105,26 @@ def rounds_to_optimum(
 ) -> int | None:
     """Returns the rounds until the mean squared distance to the optimum is below 1e-6; None if there are more than ``most``."""
     hessians, slopes, start = problem(nodes, seed, zeta2, r0)
-    data = FederatedData.from_arrays({"hessian": hessians, "slope": slopes}, sizes=[1] * nodes)
     algorithm: Any = make(rate)
     share_programs([algorithm], make, [{"rate": rate}])
     models = {"x": jnp.broadcast_to(start, (nodes, _DIMENSIONS))}
     state = algorithm.init(rng.root(0))._replace(models=models, memory=algorithm.node_memory(models))
-    everyone = np.arange(nodes)
-    for done in range(0, most, _ROUNDS_TOGETHER):
-        together = [Cohort(data, everyone, round, rng.root(0)) for round in range(done, min(done + _ROUNDS_TOGETHER, most))]
-        state, info = algorithm.apply_rounds(state, together, max_rounds=_ROUNDS_TOGETHER)
-        distances = np.asarray(info["squared_distance"])
-        if (distances < _TARGET).any():
-            return done + 1 + int(np.argmax(distances < _TARGET))
-        if not distances[-1] < 1e6:
-            break
-    return None
+    found = measure_rounds(
+        algorithm,
+        state,
+        functions(hessians, slopes),
+        measure=lambda info: info["squared_distance"],
+        target=_TARGET,
+        most=most,
+    )
+    return len(found) if found[-1] < _TARGET else None
 
 
 def _run(request: Request, name: str) -> Iterator[Row]:
     method = _METHODS[name]
     extent = request.extent(seeds=5, rounds=3 * method.published[-1], quick_rounds=60)
     for nodes, published in zip(_SIZES[:1] if request.quick else _SIZES, method.published, strict=False):
-        topology, cls, model = method.topology(nodes), _measured(method.cls), _quadratic()
+        topology, cls, model = method.topology(nodes), _measured(method.cls), quadratic(np.zeros(_DIMENSIONS, np.float32))
 
         def make(rate: float, topology: Topology = topology, cls: Any = cls, model: Model = model) -> DecentralizedAlgorithm:
             return cls(

@@ -21,6 +21,7 @@ from fedsim.reproductions import _diloco as language
 from fedsim.reproductions import _fedprox_stragglers as stragglers
 from fedsim.reproductions import _qffl_fairness as fairness
 from fedsim.reproductions import _scaffold_emnist as drift
+from fedsim.reproductions import _scaffold_quadratics as two_functions
 from fedsim.reproductions import _unus_dssgd as selective
 from fedsim.reproductions import _unus_faults as faulty
 from fedsim.reproductions import _unus_staleness as stale
@@ -423,6 +424,7 @@ TINY = [
     ("tff_dp_digits", ["epsilon-2"]),
     ("secagg_cost", ["clients-50"]),
     ("nmse_and_bytes", ["eden-2", "rotated-1"]),
+    ("scaffold_quadratics", ["fedavg", "scaffold"]),
 ]
 
 
@@ -479,3 +481,25 @@ def test_random_quadratics_have_the_constants_of_the_paper_and_one_method_its_ro
             x, rounds = x - rate * hessians.mean(0) @ x, rounds + 1
         fewest.append(rounds)
     assert list(row.values) == [min(fewest)] and row.paper == "9"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["fedavg", "scaffold", "scaffold-zero"])
+def test_two_quadratic_functions_are_minimized_as_by_a_loop_in_numpy(case):
+    method, rate, rounds = two_functions._CASES[case], 0.2, 6
+    curvatures, g, x = np.array([0.01, 1.0]), np.full(2, 10 / 2**0.5), np.full(2, 50**0.5)
+    gradients = (lambda y: 2 * curvatures * y + g, lambda y: -g)
+    controls = [gradient(x) if case == "scaffold" else np.zeros(2) for gradient in gradients]
+    expected = [0.5 * curvatures @ x**2] if case == "scaffold" else []
+    while len(expected) < rounds + (case == "scaffold"):
+        mean, ends, changed = np.mean(controls, axis=0), [], []
+        for gradient, control in zip(gradients, controls, strict=True):
+            y = x
+            for _ in range(10):
+                y = y - rate * (gradient(y) - (control - mean) * (case != "fedavg"))
+            ends.append(y)
+            changed.append(control - mean + (x - y) / (10 * rate))
+        x, controls = np.mean(ends, axis=0), changed
+        expected.append(0.5 * curvatures @ x**2)
+    curve = two_functions.trained(method, two_functions.maker(method.cls, 10), two_functions.problem(10.0), rate, rounds)
+    np.testing.assert_allclose(curve.scores, -np.array(expected), rtol=1e-4)
