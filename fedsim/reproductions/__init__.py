@@ -19,6 +19,7 @@ from fedsim.reproductions._fedavg_mnist import FEDAVG
 from fedsim.reproductions._fedem_emnist import FEDEM_EMNIST
 from fedsim.reproductions._fedprox_stragglers import FEDPROX
 from fedsim.reproductions._few_labels import FEW_LABELS
+from fedsim.reproductions._flute_mnist import FLUTE_MNIST
 from fedsim.reproductions._four_ways import FOUR_WAYS
 from fedsim.reproductions._niid_mnist import NIID_MNIST
 from fedsim.reproductions._nmse_and_bytes import NMSE_AND_BYTES
@@ -80,6 +81,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         SECAGG_COST,
         NMSE_AND_BYTES,
         SCAFFOLD_QUADRATICS,
+        FLUTE_MNIST,
     )
 }
 

@@ -70,6 +70,20 @@ def two_digits(labels: np.ndarray, *, clients: int, seed: int, minimum: int = 5,
     return [np.concatenate(part) for part in parts]
 
 
+def mnist_of_two_digits(request: Request, seed: int) -> tuple[FederatedData, FederatedData]:
+    """Returns MNIST's training images at 1,000 clients of `two_digits`, and its test images, all with standardized pixels."""
+    splits = datasets.load("mnist", data=request.folder("mnist"), partition="iid", clients=1)
+    train_x = np.asarray(splits.train.columns["x"], np.float32)
+    mean, std = train_x.mean(), train_x.std()
+    train, test = (
+        {"x": (np.asarray(split.columns["x"], np.float32) - mean) / std, "y": np.asarray(split.columns["y"])}
+        for split in (splits.train, splits.test)
+    )
+    clients = min(1000, len(train_x) // 40)  # fewer clients if there are fewer images than in MNIST
+    parts = two_digits(train["y"], clients=clients, seed=seed)
+    return FederatedData.from_partition(train, parts), FederatedData.from_arrays(test, sizes=[len(test["y"])])
+
+
 def _cases(request: Request) -> Mapping[str, Case]:
     levels = (0.0, 0.5, 0.9)
     cases: dict[str, Case] = {
@@ -93,18 +107,7 @@ def _synthetic(request: Request, name: str, fraction: float) -> Iterator[Row]:
 
 
 def _mnist(request: Request) -> Iterator[Row]:
-    def load(seed: int) -> tuple[FederatedData, FederatedData]:
-        splits = datasets.load("mnist", data=request.folder("mnist"), partition="iid", clients=1)
-        train_x = np.asarray(splits.train.columns["x"], np.float32)
-        mean, std = train_x.mean(), train_x.std()
-        train, test = (
-            {"x": (np.asarray(split.columns["x"], np.float32) - mean) / std, "y": np.asarray(split.columns["y"])}
-            for split in (splits.train, splits.test)
-        )
-        clients = min(1000, len(train_x) // 40)  # fewer clients if there are fewer images than in MNIST
-        parts = two_digits(train["y"], clients=clients, seed=seed)
-        return FederatedData.from_partition(train, parts), FederatedData.from_arrays(test, sizes=[len(test["y"])])
-
+    load = functools.partial(mnist_of_two_digits, request)
     replicated = {"FedAvg": "0.64 (replication)", "μ = 0": "0.80 (replication)", "μ = 2": "0.85 (replication)"}
     return _rows(request, "MNIST, 1,000 devices", 0.9, _MNIST_TASK, models.logistic((28, 28, 1), 10), load, replicated)
 

@@ -69,9 +69,10 @@ def data(tmp_path_factory):
         (tables / f"breast_hetero_{party}.csv").write_text("\n".join(lines))
     for split in ("data", "test"):
         labels = np.where(np.arange(60) % 3, "<=50K", ">50K")[:, None]
-        cells = [draw.normal(size=[60, 7]).round(2).astype(str), draw.choice(["A", "B", "C"], [60, 7]), labels]
+        cells = [draw.normal(size=[60, 7]).round(2).astype(str), draw.choice(["Doctorate", "B", "?"], [60, 7]), labels]
+        names = [*"abcdefg", "education", *"ijklmn", "classification"]
         rows = map(", ".join, np.concatenate(cells, axis=1).tolist())
-        (tables / f"adult.{split}").write_text("\n".join([", ".join("abcdefghijklmno"), *rows]))
+        (tables / f"adult.{split}").write_text("\n".join([", ".join(names), *rows]))
     for name in ("a9a", "a9a.t"):
         lines = [f"{1 if i % 3 else -1} {1 + i % 67}:1 {68 + i % 56}:1 \n" for i in range(60)]
         (tables / f"{name}.gz").write_bytes(gzip.compress("".join(lines).encode()))
@@ -425,6 +426,7 @@ TINY = [
     ("secagg_cost", ["clients-50"]),
     ("nmse_and_bytes", ["eden-2", "rotated-1"]),
     ("scaffold_quadratics", ["fedavg", "scaffold"]),
+    ("flute_mnist", ["softmax", "sigmoid"]),
 ]
 
 
