@@ -105,6 +105,10 @@ VERDICTS = {
         "Near in the mean, 78.4 ± 10.5 % where FLUTE has about 81, and 74.0 ± 5.3 with the sigmoid of its code; the accuracy "
         "after one round depends on the ten clients of that round."
     ),
+    "afl_adult": (
+        "Matches within the standard deviation: q-FFL has the paper's accuracy of the worse client, and AFL a little less; "
+        "but the mean over both clients, q = 0, does no worse than q-FFL."
+    ),
     "transfer": "No published numbers: a comparison of this project, see [its own page](../few_labels.md).",
 }
 PICTURES = {

@@ -6,6 +6,7 @@ docs/reproductions.md.
 """
 
 from fedsim.names import look_up
+from fedsim.reproductions._afl_adult import AFL_ADULT
 from fedsim.reproductions._attacks_and_defenses import ATTACKS_AND_DEFENSES
 from fedsim.reproductions._compression_femnist import COMPRESSION
 from fedsim.reproductions._curve import Curve as Curve
@@ -82,6 +83,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         NMSE_AND_BYTES,
         SCAFFOLD_QUADRATICS,
         FLUTE_MNIST,
+        AFL_ADULT,
     )
 }
 

@@ -114,22 +114,32 @@ def _two_parties(first: int, tables: Sequence[tuple[np.ndarray, np.ndarray]]) ->
     return train, test
 
 
-def _adult(request: Request) -> Splits:
-    """Returns Adult: the first seven of fourteen columns at A, texts as indicators, numbers standardized."""
+def read_adult(request: Request) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
+    """Returns Adult's fourteen columns of texts by name, the labels ``int32 [n]``, and the number of training examples.
+
+    Raises:
+      FormatError: a line does not have 15 values.
+    """
+    names: list[str] = []
     rows: list[list[str]] = []
-    sizes = []
+    train = 0
     for split in ("data", "test"):
         path = request.file(_FOLDER, f"adult.{split}*", "Adult of UCI")
-        _, *these = ((place, row) for place, row in read_csv(read_text(path), path) if row)
+        (_, names), *these = ((place, row) for place, row in read_csv(read_text(path), path) if row)
         if wrong := next((place for place, row in these if len(row) != 15), None):
             raise FormatError(f"{wrong} does not have the 15 values of Adult: download the file again.")
         rows += [row for _, row in these]
-        sizes.append(len(these))
+        train = train or len(these)
     *columns, labels = (np.array(column) for column in zip(*rows, strict=True))
-    encoded = [_encoded(column, sizes[0]) for column in columns]
-    x, y = np.concatenate(encoded, axis=1), np.char.startswith(labels, ">").astype(np.int32)
-    first = sum(column.shape[1] for column in encoded[:7])
-    return _two_parties(first, [(x[: sizes[0]], y[: sizes[0]]), (x[sizes[0] :], y[sizes[0] :])])
+    return dict(zip(names, columns, strict=False)), np.char.startswith(labels, ">").astype(np.int32), train
+
+
+def _adult(request: Request) -> Splits:
+    """Returns Adult: the first seven of fourteen columns at A, texts as indicators, numbers standardized."""
+    columns, y, train = read_adult(request)
+    encoded = [_encoded(column, train) for column in columns.values()]
+    x, first = np.concatenate(encoded, axis=1), sum(column.shape[1] for column in encoded[:7])
+    return _two_parties(first, [(x[:train], y[:train]), (x[train:], y[train:])])
 
 
 def _encoded(column: np.ndarray, train: int) -> np.ndarray:

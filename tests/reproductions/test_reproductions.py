@@ -427,6 +427,7 @@ TINY = [
     ("nmse_and_bytes", ["eden-2", "rotated-1"]),
     ("scaffold_quadratics", ["fedavg", "scaffold"]),
     ("flute_mnist", ["softmax", "sigmoid"]),
+    ("afl_adult", ["q-ffl", "afl"]),
 ]
 
 
