@@ -135,6 +135,7 @@ SECAGG_COST = Reproduction(
     "where it has them with k neighbours. Values have 16 bits, and their sums as many as it needs. A round of each case has no "
     "drop-outs; in two more, 10 % and 30 % of the clients drop out before they send their vectors. The sum is then compared "
     "with that of the vectors that arrived. Times are of the processor, in a simulation in Python and NumPy without "
-    "cryptographic strength: how they grow can be compared with the papers, and their size cannot. In SecAgg, half of the "
-    "clients must answer, and in SecAgg+ a third of the neighbours.",
+    "cryptographic strength: how they grow can be compared with the papers, and their size cannot. The column *time* is that "
+    "of whole cases, on a machine that ran other programs, too. In SecAgg, more than half of the clients must answer, and in "
+    "SecAgg+ a third of the neighbours.",
 )
