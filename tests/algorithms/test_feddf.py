@@ -6,7 +6,7 @@ import federation
 import jax
 import numpy as np
 import pytest
-from network_models import RATE, make, numpy_gradient, plus, real_examples, run, weighted_mean
+from network_models import RATE, make, network, numpy_gradient, plus, real_examples, run, weighted_mean
 
 import fedsim
 from fedsim import aggregators
@@ -111,6 +111,14 @@ def test_the_server_comes_closer_to_the_ensemble():
         for algorithm in (fedavg, feddf)
     ]
     assert divergence[1] < 0.5 * divergence[0], divergence
+
+
+def test_frozen_parts_stay():
+    algorithm = make(FedDF, model=network().with_parts(frozen="linear/*"), **distilling())
+    start, (state, _) = algorithm.init(jax.random.key(1)), run(algorithm)
+    before, after = jax.device_get((start.params, state.params))
+    federation.assert_trees_equal(after["linear"], before["linear"])
+    assert np.abs(after["linear_1"]["w"] - before["linear_1"]["w"]).max() > 1e-4
 
 
 def test_noise_that_logits_would_not_have_is_refused():
