@@ -193,7 +193,10 @@ def papers() -> Figure:
         pairs = [
             (paper, ours)
             for row in _rows(path)
-            if "(" not in (row["paper"] or "") and (paper := first_number(row["paper"])) and (ours := first_number(row["ours"]))
+            if "(" not in (row["paper"] or "")
+            and not row["measure"].startswith("bytes")  # which are far larger than all other numbers
+            and (paper := first_number(row["paper"]))
+            and (ours := first_number(row["ours"]))
         ]
         if pairs:
             axes.plot(
@@ -210,7 +213,7 @@ def papers() -> Figure:
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="paper (accuracy, rounds, loss, error or bytes)",
+        xlabel="paper (accuracy, rounds, loss or error)",
         ylabel="ours, in the same unit",
         title="Results of papers and of fedsim, a point for each row",
     )
@@ -232,7 +235,7 @@ def results(path: Path) -> Figure:
     """Points: the rows of a reproduction with their least and most over seeds, beside the paper's; a panel for each measure."""
     measures: dict[str, list[dict[str, Any]]] = {}
     for row in _rows(path):
-        if first_number(row["ours"]) and any(value is not None for value in row["values"] or []):
+        if first_number(row["ours"]):
             measures.setdefault(row["measure"], []).append(row)
     # The measures that the paper has come first, then those with most rows.
     order = sorted(
@@ -246,8 +249,9 @@ def results(path: Path) -> Figure:
     for axes, (name, rows) in zip(panels, shown, strict=True):
         drawn: list[float] = []
         for at, row in enumerate(rows):
-            ours, values = first_number(row["ours"]), [value for value in row["values"] if value is not None]
+            ours = first_number(row["ours"])
             assert ours is not None
+            values = [value for value in row["values"] or [] if value is not None] or [ours]
             scale = ours / (sum(values) / len(values))  # the text may be in per cent
             axes.plot([scale * min(values), scale * max(values)], [at, at], color=COLOURS[0], lw=2, alpha=0.5)
             axes.plot(
@@ -266,7 +270,7 @@ def results(path: Path) -> Figure:
                 )
                 drawn.append(paper)
         axes.set_yticks(range(len(rows)), [textwrap.shorten(row["case"], 64, placeholder=" …") for row in rows], fontsize=8)
-        axes.invert_yaxis()
+        axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.grid(axis="x", alpha=0.3)
         if min(drawn) > 0 and max(drawn) > 20 * min(drawn):
             axes.set_xscale("log")

@@ -37,8 +37,8 @@ from fedsim.reproductions._reproduction import Request as Request
 from fedsim.reproductions._reproduction import Row as Row
 from fedsim.reproductions._robustness_femnist import ROBUSTNESS
 from fedsim.reproductions._scaffold_emnist import SCAFFOLD_EMNIST
-from fedsim.reproductions._secagg_cost import SECAGG_COST
 from fedsim.reproductions._scaffold_quadratics import SCAFFOLD_QUADRATICS
+from fedsim.reproductions._secagg_cost import SECAGG_COST
 from fedsim.reproductions._tables import markdown_table as markdown_table
 from fedsim.reproductions._tables import text_table as text_table
 from fedsim.reproductions._tff_dp_digits import TFF_DP_DIGITS
