@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 # The pages of which every line that starts with `fedsim` is checked.
-WITH_COMMANDS = ["README", "command_line", "compression_and_attacks", "sweeps", "systems", "decentralized", "few_labels"]
+WITH_COMMANDS = ["README", "command_line", "compression_and_attacks", "sweeps", "systems", "decentralized"]
 
 
 def text_of(page):
