@@ -52,9 +52,17 @@ VERDICTS = {
         "The same order, other numbers: SCAFFOLD is faster than FedAvg, but all need far fewer rounds (27 instead of 258), "
         "because the images are another part of EMNIST and the learning rates are tuned for each entry."
     ),
+    "niid_mnist": (
+        "The same leader in one short run on a tenth of the images: SCAFFOLD is the most accurate, and does not fail as in "
+        "another replication. FedNova, which is last in the paper's column, comes second here, and FedAvg is last."
+    ),
     "personalization": (
         "The same order, a smaller gain: fine-tuning gives 83.7 ± 0.2 instead of 82.8 ± 0.3, and 87.9 instead of 84.6 in the "
         "notebook, which has another network and all writers."
+    ),
+    "fedem_emnist": (
+        "The same order in one run: FedEM reaches 72.3 where FedAvg reaches 70.9 (83.5 and 82.6 in the paper). Training alone "
+        "is as good as FedAvg here, with 25 clients and a perceptron."
     ),
     "compression": "The same order: at 1 bit, DRIVE and EDEN lose nothing, and uniform rounding loses most.",
     "robustness": "Mostly the same: all robust rules but clipping withstand sign flips times 4, which break the mean.",

@@ -75,6 +75,10 @@ def _cases(request: Request) -> Mapping[str, Case]:
     return {name: functools.partial(_run, request, *method) for name, method in _METHODS.items()}
 
 
+def _accuracy(model: Model, data: FederatedData, state: Any) -> float:
+    return evaluate(model, state.params, data).overall["accuracy"]
+
+
 def _run(request: Request, title: str, make: Callable[..., Algorithm], paper: str) -> Iterator[Row]:
     extent = request.extent(seeds=1, rounds=_ROUNDS)
     model, curves, images = network(), [], 0
@@ -86,15 +90,11 @@ def _run(request: Request, title: str, make: Callable[..., Algorithm], paper: st
             client_optimizer=optax.sgd(_RATE, momentum=_MOMENTUM),
             batches=Batches(size=_BATCH, epochs=_EPOCHS),
         )
-
-        def accuracy(state: Any, data: FederatedData = test_data) -> float:
-            return evaluate(model, state.params, data).overall["accuracy"]
-
         curve = train(
             algorithm,
             UniformSampler(train_data, clients=_CLIENTS, seed=seed),
             rounds=extent.rounds,
-            score=accuracy,
+            score=functools.partial(_accuracy, model, test_data),
             every=2,
         )
         request.log(f"{title}: seed {seed}: accuracy {curve.scores[-1]:.4f}, {curve.seconds:.0f} s")
