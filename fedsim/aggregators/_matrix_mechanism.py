@@ -24,9 +24,10 @@ class MatrixMechanism(GaussianMechanism):
     """`GaussianMechanism` whose noise is correlated between rounds, so that most of it cancels out in the sum of all rounds.
 
     The noise of round t is noise_multiplier * clip / denominator times row t of C⁻¹ Z, where Z is a matrix of independent
-    standard normal numbers with a row for each round. Neither sampling nor shuffling must hide who takes part: the privacy
-    follows from how far apart a client's rounds are, see `fedsim.privacy.sensitivity`, so it needs a `samplers.CyclicSampler`
-    or all clients in every round.
+    standard normal numbers with a row for each round. The privacy follows from how far apart a client's rounds are, see
+    `fedsim.privacy.sensitivity`, so it needs a `samplers.CyclicSampler` or all clients in every round, and nobody has to hide
+    who takes part. With a `samplers.CyclicPoissonSampler` and a `BandedToeplitz` of at most as many bands as there are groups,
+    it also follows from the sampling, if nobody sees who takes part.
 
     The server's memory holds what the matrix remembers, and is in checkpoints. Row t is drawn from the key of the round, so a
     run that goes on from a checkpoint has the noise of one without a break.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import shutil
 import sys
@@ -169,12 +168,15 @@ def say_repeated(arguments: Sequence[str]) -> None:
     fedsim: warning: --rounds 3 --rounds=5: the last one counts.
     """
     given: dict[str, list[str]] = {}
-    for argument, after in itertools.pairwise([*arguments, "--"]):
+    texts: list[str] = []
+    for argument in arguments:
         if argument.startswith("--"):
-            flag = argument.partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
-            given.setdefault(flag, []).append(argument if "=" in argument or after.startswith("--") else f"{argument} {after}")
+            texts = given.setdefault(argument.partition("=")[0].replace("_", "-").replace("--no-", "--", 1), [])
+            texts.append(argument)
+        elif texts:
+            texts[-1] += f" {argument}"
     for texts in given.values():
-        if len(texts) > 1:
+        if len(set(texts)) > 1:
             print(f"fedsim: warning: {' '.join(texts)}: the last one counts.", file=sys.stderr)
 
 

@@ -37,7 +37,6 @@ from fedsim.rounds import (
     batch_loop,
     finished,
     parts_of,
-    server_state,
 )
 
 T = TypeVar("T")
@@ -102,7 +101,7 @@ def _begun(
     check_cohorts(algorithm, [cohort])
     plan, mesh, first_memories = plan_round(cohort, Layout(cohort.slots, 1), algorithm.batches), Jit().mesh(), {}
     if algorithm.has_memory:
-        traced, _ = traced_rounds(algorithm, server_state(state), cohort.data)
+        traced, _ = traced_rounds(algorithm, state, cohort.data)
         state, first_memories = _memory.remembered(algorithm, state, cohort.data), traced.trace().first_memories
     table = kept = parts_of(state).clients
     if kept != ():
@@ -252,7 +251,7 @@ def call_of_updates(algorithm: FederatedAlgorithm, state: State, data: Federated
     >>> call_of_updates(algorithm, algorithm.init(jax.random.key(0)), data)
     'update'
     """
-    program = traced_rounds(algorithm, server_state(state), data)[0].trace()
+    program = traced_rounds(algorithm, state, data)[0].trace()
     names = [call.name for call in program.calls if call.aggregator is not None]
     if not names:
         raise ValueError(f"The round of {type(algorithm).__name__} has no clients.aggregate, so its clients send no updates.")

@@ -33,7 +33,6 @@ from fedsim.rounds import (
     Values,
     arrived_at_server,
     parts_of,
-    server_state,
 )
 
 
@@ -119,7 +118,7 @@ class DividedRound:
         self._execution = execution if isinstance(execution, Jit) else Jit()
         self._mesh, self.slots, rows = Jit.mesh(self._execution), rounded_slots(slots), max(1, data.num_examples)
         options = TraceOptions(slots=self.slots, rows=rows, key=key)
-        self._traced, self._numbers = traced_rounds(algorithm, server_state(state), data, options)
+        self._traced, self._numbers = traced_rounds(algorithm, state, data, options)
         self._program, self._batches = self._traced.trace(options), algorithm.batches
         calls = self._program.calls
         if len(calls) != 1 or calls[0].aggregator is None:

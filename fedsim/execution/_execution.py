@@ -38,7 +38,6 @@ from fedsim.rounds import (
     check_scales,
     kept_with,
     parts_of,
-    server_state,
 )
 from fedsim.samplers import check_is_cohort, same_key
 
@@ -188,7 +187,7 @@ class Jit(Execution):
         check_cohorts(algorithm, [cohort])
         mesh, data = self.mesh(), cohort.data
         state = jax.eval_shape(algorithm.init, jax.random.key(0)) if state is None else state
-        traced, numbers = traced_rounds(algorithm, server_state(state), data, self._trace_options(cohort, mesh))
+        traced, numbers = traced_rounds(algorithm, state, data, self._trace_options(cohort, mesh))
         state = remembered(algorithm, state, data)
         layout = self._layout(traced, cohort, mesh)
         plan = plan_round(cohort, layout, algorithm.batches, traced.trace().loops)
@@ -260,7 +259,7 @@ class Jit(Execution):
           The state, the infos, and how many rounds ran.
         """
         mesh, data = self.mesh(), cohorts[0].data
-        traced, numbers = traced_rounds(algorithm, server_state(state), data, self._trace_options(cohorts[0], mesh))
+        traced, numbers = traced_rounds(algorithm, state, data, self._trace_options(cohorts[0], mesh))
         division = self.division(getattr(algorithm, "model", None))
         memory: Memory = "resident" if self.differentiable else self.memory
         state = _memory.placed(remembered(algorithm, state, data), mesh, memory, division)

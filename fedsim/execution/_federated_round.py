@@ -30,7 +30,6 @@ from fedsim.rounds import (
     TracedCall,
     TraceOptions,
     parts_of,
-    server_state,
 )
 
 # ``(shared, client) -> result``, in JAX: what one client computes from what all get and from what only this client has.
@@ -192,7 +191,7 @@ class _Round(NamedTuple):
         data, slots, most = cohort.data, cohort.slots, max(1, int(cohort.sizes.max(initial=1)))
         key = rng.typed(cohort.key)
         options = TraceOptions(slots=slots, rows=most, attack=cohort.attack, key=key.dtype)
-        traced, numbers = traced_rounds(algorithm, server_state(state), data, options)
+        traced, numbers = traced_rounds(algorithm, state, data, options)
         given = _memory.remembered(algorithm, state, data)
         plan = plan_round(cohort, Layout(slots, 1), algorithm.batches)
         columns = {name: np.zeros((slots, most, *c.shape[1:]), c.dtype) for name, c in data.columns.items()}

@@ -22,7 +22,7 @@ from fedsim.execution._layout import Layout, lanes_for, num_steps, plan_round, w
 from fedsim.execution._memory import remembered
 from fedsim.execution._placement import AXIS
 from fedsim.execution._traced_rounds import TracedRounds, traced_rounds
-from fedsim.rounds import FederatedAlgorithm, RoundInfo, RoundPlan, State, parts_of, server_state
+from fedsim.rounds import FederatedAlgorithm, RoundInfo, RoundPlan, State, parts_of
 
 # The states before and after a dispatch exist at the same time, and a loop over rounds may copy one more.
 _COPIES_OF_STATE = 3
@@ -87,7 +87,7 @@ def obstacle(algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> str
         )
     if most_side_by_side(state, mesh, data) < 1:
         return "the states of the members do not fit the memory"
-    program = traced_rounds(algorithm, server_state(state), data)[0].trace()
+    program = traced_rounds(algorithm, state, data)[0].trace()
     if mesh.devices.flat[0].platform == "cpu":
         alone = Layout(cohort.slots, 1)
         plan = plan_round(cohort, alone, algorithm.batches, program.loops)
@@ -167,9 +167,7 @@ class Wave:
         # Places without a member have the state of the last one and run no round.
         self._members = [*members, *[members[-1]] * (side_by_side * mesh.size - len(members))]
         full = [remembered(member.algorithm, member.state, data) for member in self._members]
-        pairs = [
-            traced_rounds(own.algorithm, server_state(state), data) for own, state in zip(self._members, full, strict=True)
-        ]
+        pairs = [traced_rounds(own.algorithm, state, data) for own, state in zip(self._members, full, strict=True)]
         self._traced, numbers = pairs[0][0], [numbers for _, numbers in pairs]
         assert all(traced is self._traced for traced, _ in pairs), "members that run together share programs"
         lanes = execution.lanes

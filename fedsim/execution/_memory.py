@@ -68,7 +68,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
         given = state._replace(clients=row_shapes(state.clients) if state.clients != () else ())
         if (form := form_of(given)) not in known_forms:
             server = jax.eval_shape(algorithm.init, jax.random.key(0))
-            first = _first(algorithm, server_state(server), traced_rounds(algorithm, server_state(server), data)[0].trace())
+            first = _first(algorithm, server_state(server), traced_rounds(algorithm, server, data)[0].trace())
             check_alike(algorithm, given, first._replace(parts=parts_of(server).parts))
             known_forms.add(form)
         return state

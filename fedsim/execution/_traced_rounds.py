@@ -23,6 +23,7 @@ from fedsim.rounds import (
     form_of,
     kept_with,
     numbers_of,
+    server_state,
     trace_round,
 )
 
@@ -115,7 +116,7 @@ def traced_rounds(
 
     Args:
       algorithm: the algorithm to run.
-      state: a server's state, of arrays or ``jax.ShapeDtypeStruct``.
+      state: a state, of arrays or ``jax.ShapeDtypeStruct``, of which the server's is read.
       data: the population.
       options: what the trace depends on, if the round is to run; None if any trace will do.
 
@@ -131,7 +132,7 @@ def traced_rounds(
     >>> [call.name for call in traced.trace().calls], numbers
     (['update'], {})
     """
-    kept = kept_with(algorithm)
+    kept, state = kept_with(algorithm), server_state(state)
     if "traces" not in kept:
         kept["traces"] = AlgorithmTraces(algorithm), numbers_of(algorithm)
     own, numbers = kept["traces"]

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import jax
+
 from fedsim import distributed
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
@@ -137,8 +139,17 @@ class Rounds:
         """Returns the cohorts of the next rounds, at most ``length``, that can run in one dispatch."""
         return cohorts(self.sampler, self.position, length, self.first)
 
+    def wait_for_others(self) -> None:
+        """Waits for the rounds that are running if several processes share them, before what all processes do together.
+
+        A CPU cannot run two programs with collectives at a time.
+        """
+        if jax.process_count() > 1:
+            jax.block_until_ready(self.state)
+
     def dispatch(self) -> DispatchedRounds:
         """Sends the next rounds to the devices of the algorithm's execution."""
+        self.wait_for_others()
         # The time of rounds is not the same in all processes.
         together = self.next_cohorts(distributed.from_first(self.lengths.next(self.position)))
         self.state, infos = self.algorithm.apply_rounds(self.state, together, max_rounds=self.lengths.limit)

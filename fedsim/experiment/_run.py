@@ -197,18 +197,6 @@ class Run(Rounds):
         is_scored = self._evaluates and self._is_evaluated(stop)
         return stop == self.rounds or is_scored or self.log.is_due(stop, self._checkpoint_every)
 
-    def dispatch(self) -> DispatchedRounds:
-        self.wait_for_others()
-        return super().dispatch()
-
-    def wait_for_others(self) -> None:
-        """Waits for the rounds that are running if several processes share them, before what all processes do together.
-
-        A CPU cannot run two programs with collectives at a time.
-        """
-        if jax.process_count() > 1:
-            jax.block_until_ready(self.state)
-
     def finish(self, dispatch: DispatchedRounds, seconds: float, *, members: int = 1) -> None:
         """Evaluates and writes the results of a dispatch, while the next one runs; see `Rounds.finish`."""
         infos, stop, length = dispatch.infos, dispatch.stop, len(dispatch.cohorts)

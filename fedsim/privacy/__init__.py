@@ -14,6 +14,7 @@ from fedsim.privacy._distributed_noise import distributed_epsilon as distributed
 from fedsim.privacy._distributed_noise import distributed_noise_multiplier as distributed_noise_multiplier
 from fedsim.privacy._factorization import banded_toeplitz as banded_toeplitz
 from fedsim.privacy._factorization import buffered_toeplitz as buffered_toeplitz
+from fedsim.privacy._factorization import deviation_of_sums as deviation_of_sums
 from fedsim.privacy._factorization import max_loss as max_loss
 from fedsim.privacy._factorization import noise_matrix as noise_matrix
 from fedsim.privacy._factorization import sensitivity as sensitivity

@@ -61,8 +61,8 @@ def epsilon(
       method: ``"pld"`` composes privacy loss distributions, ``"rdp"`` Rényi divergences. Default: the better one that is known.
       interval: for ``"pld"``, losses are rounded up to multiples of it.
       matrix: of a `fedsim.aggregators.MatrixMechanism`, whose rounds together are one Gaussian mechanism with the noise
-        multiplier divided by `sensitivity`; with `CyclicPoisson`, those of a cycle are one. None: the noise of each round is
-        independent.
+        multiplier divided by `sensitivity`. With `CyclicPoisson`, each turn of a client's group is one mechanism, with Poisson
+        sampling. None: the noise of each round is independent.
 
     Returns:
       ε; infinity without noise.

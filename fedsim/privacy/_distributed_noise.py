@@ -120,10 +120,11 @@ def distributed_noise_multiplier(
             f"rounds={rounds}, the accountant proves no less than {epsilon + over:.3g} for any noise. Give a larger one, or "
             "more bits."
         )
-    found = brentq(excess, least, most, xtol=1e-5) if excess(least) > 0 else least
-    while excess(found) > 0:  # The search ends on either side.
-        found += 1e-5
-    return math.exp(found)
+    if excess(least) <= 0:
+        return math.exp(least)
+    # The search ends at most this far on either side of the solution, and the noise must suffice.
+    tolerance = 1e-5
+    return math.exp(brentq(excess, least, most, xtol=tolerance) + tolerance)
 
 
 def divergence(mechanism: DistributedMechanism, size: int, order: int) -> float:

@@ -62,7 +62,7 @@ def sensitivity(matrix: NoiseMatrix, participation: Participation | Sampler, *, 
 
 
 def max_loss(matrix: NoiseMatrix, participation: Participation | Sampler) -> float:
-    """Returns the sensitivity times the largest deviation of the noise in the sums of the rounds up to each one.
+    """Returns the sensitivity times the largest deviation of the noise in a sum of rounds, see `deviation_of_sums`.
 
     For the same privacy, it is proportional to the error of the model after the worst round, with SGD as server optimizer. That
     of independent noise is √(n k), if clients take part k times in n rounds.
@@ -79,12 +79,25 @@ def max_loss(matrix: NoiseMatrix, participation: Participation | Sampler) -> flo
     >>> round(max_loss(independent, Epochs(25, separation=25)), 3)  # √(100 · 4)
     20.0
     """
+    return sensitivity(matrix, participation, rounds=matrix.rounds) * deviation_of_sums(matrix)
+
+
+def deviation_of_sums(matrix: NoiseMatrix) -> float:
+    """Returns the largest deviation of the noise in the sums of the rounds up to each one, for a noise multiplier of 1.
+
+    With SGD as server optimizer, the error of the model after the worst round is proportional to this times the noise
+    multiplier, whatever the sampler.
+
+    >>> from fedsim.aggregators import BandedToeplitz
+    >>> deviation_of_sums(BandedToeplitz(rounds=100, coefficients=(1.0,)))  # √100 for independent noise
+    10.0
+    """
     from scipy.linalg import solve_triangular
 
     n = matrix.rounds
     # B = A C⁻¹, from Cᵀ Bᵀ = Aᵀ.
     factor = solve_triangular(matrix.dense(n), np.tri(n).T, trans="T", lower=True).T
-    return sensitivity(matrix, participation, rounds=n) * float(np.sqrt(np.max(np.sum(np.square(factor), axis=1))))
+    return float(np.sqrt(np.max(np.sum(np.square(factor), axis=1))))
 
 
 def banded_toeplitz(
@@ -206,7 +219,8 @@ def _separation(participation: Participation) -> int:
         raise ValueError(
             f"Expected clients whose rounds have a minimum distance, got a participation in which {participation}: the "
             "sensitivity of noise that is correlated between rounds is not known for it. Use fedsim.samplers.CyclicSampler "
-            "(--sampler cyclic)."
+            "(--sampler cyclic). For groups with Poisson sampling, compare fedsim.privacy.noise_multiplier times "
+            "fedsim.privacy.deviation_of_sums."
         )
     return participation.least_separation
 

@@ -64,7 +64,7 @@ class Poisson(Participation):
     """Every client takes part in a round with the same probability, independently of all others.
 
     Attributes:
-      probability: in (0, 1).
+      probability: above 0, at most 1.
 
     >>> print(Poisson(0.01))
     every client takes part in a round with probability 0.01, independently of the others (Poisson sampling)
@@ -97,7 +97,7 @@ class CyclicPoisson(Participation):
     than those of a cycle.
 
     Attributes:
-      probability: in (0, 1).
+      probability: above 0, at most 1.
       cycle: the number of groups.
 
     >>> print(CyclicPoisson(0.1, cycle=10))

@@ -335,7 +335,7 @@ def _reconstructed(shares: Mapping[int, int], threshold: int, owner: int) -> int
 
 
 @functools.lru_cache(maxsize=16)  # Owners that are no holders themselves have the same holders.
-def _factors(holders: tuple[int, ...]) -> list[int]:
+def _factors(holders: tuple[int, ...]) -> tuple[int, ...]:
     """Returns Lagrange's factors, by which the shares of these holders are multiplied in the interpolation at 0."""
     points, factors = [holder + 1 for holder in holders], []
     for x in points:
@@ -344,4 +344,4 @@ def _factors(holders: tuple[int, ...]) -> list[int]:
             if other != x:
                 above, below = above * other % _PRIME, below * (other - x) % _PRIME
         factors.append(above * pow(below, -1, _PRIME) % _PRIME)
-    return factors
+    return tuple(factors)

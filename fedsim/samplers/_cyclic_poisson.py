@@ -16,7 +16,7 @@ class CyclicPoissonSampler(SeededSampler):
 
     It is algorithm 2 of C. A. Choquette-Choo et al., "(Amplified) banded matrix factorization: a unified approach to private
     training", NeurIPS 2023: https://arxiv.org/abs/2306.08153. A client's rounds are a multiple of ``cycle`` apart, as
-    `fedsim.aggregators.BandedToeplitz` needs it, and nobody sees in which of them it takes part.
+    `fedsim.aggregators.BandedToeplitz` needs it. The accountant assumes that nobody sees in which of them it takes part.
 
     Args:
       data: the population.

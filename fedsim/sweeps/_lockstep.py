@@ -202,6 +202,8 @@ class _Lockstep:
 
     def _dispatch(self) -> _Sent | None:
         """Sends the next rounds of all members that have rounds left. The others wait."""
+        for run in self._runs.values():
+            run.wait_for_others()
         left = {job: run for job, run in self._runs.items() if run.position < run.rounds and job not in self._failed}
         left = {job: run for job, run in left.items() if not run.waits}
         if not left or self._errors or (self._interruption and self._interruption.received()):

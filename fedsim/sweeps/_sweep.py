@@ -129,8 +129,8 @@ def sweep(
             failed = run_groups(groups, settings.progress, interruption)
         finished = [
             with_result(member, LossMonitor.of(experiment.algorithm))
-            for (member, own), experiment in zip(members, experiments, strict=True)
-            if RunFolder(member.folder).is_finished(own)
+            for (member, _), experiment, is_finished in zip(members, experiments, _are_finished(members), strict=True)
+            if is_finished
         ]
         stopped = interruption.signal if len(finished) + len(failed) < len(members) else None
         result = SweepResult(
@@ -232,7 +232,7 @@ def _initialize(folder: Path, content: Mapping[str, Any], settings: Settings, ho
 
 def _jobs(members: Sequence[tuple[SweepMember, RunConfig]], experiments: Sequence[Experiment], settings: Settings) -> list[Job]:
     """Returns what is to run: all members, or none if all are finished."""
-    finished = distributed.from_first([RunFolder(member.folder).is_finished(own) for member, own in members])
+    finished = _are_finished(members)
     if all(finished):
         return []
     jobs = []
@@ -251,6 +251,11 @@ def _jobs(members: Sequence[tuple[SweepMember, RunConfig]], experiments: Sequenc
             )
         jobs.append(job)
     return jobs
+
+
+def _are_finished(members: Sequence[tuple[SweepMember, RunConfig]]) -> list[bool]:
+    """Returns which members have all rounds, as process 0 sees their folders."""
+    return distributed.from_first([RunFolder(member.folder).is_finished(own) for member, own in members])
 
 
 def _start(member: SweepMember, config: RunConfig, experiment: Experiment, settings: Settings) -> Run:

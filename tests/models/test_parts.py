@@ -11,6 +11,7 @@ import pytest
 
 import fedsim
 from fedsim import aggregators, algorithms, models
+from fedsim.privacy.attacks import sent_updates
 
 SIZES = [7, 1, 12, 5]
 FEATURES = {"x": jax.ShapeDtypeStruct((4,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
@@ -439,6 +440,33 @@ def test_kept_heads_are_those_of_fedper(data):
     ours, _ = trained(fedavg(fixed.with_parts(**head)), data, 2)
     theirs, _ = trained(theirs, data, 2)
     assert_close(ours.server.params, {"body": theirs.server.params["body"]}, 1e-6)
+
+
+def test_models_in_parts_run_on_a_virtual_clock_in_populations_and_with_differential_privacy(data):
+    """All of these trace a round from the state that ``init`` returns, which has the parts of the model beside the server's."""
+    model = dense().with_parts(frozen="body/b", kept="head/*")
+    uniform, poisson = (
+        fedsim.UniformSampler(data, clients=4, seed=0),
+        fedsim.samplers.PoissonSampler(data, probability=0.5, seed=0),
+    )
+    clock = {"synchronization": fedsim.systems.Synchronous(), "progress": False}
+    simulated = fedsim.experiment.simulate(fedavg(model), uniform, rounds=2, **clock).state
+    expected = fedsim.experiment.run(fedavg(model), uniform, rounds=2, progress=False).state
+    pairs = zip(*(jax.tree.leaves(state.server.params) for state in (simulated, expected)), strict=True)
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    population = fedsim.population(
+        lambda rate: dataclasses.replace(fedavg(model), client_optimizer=optax.sgd(rate)),
+        {"rate": [0.1]}, seeds=[0], sampler=lambda seed: uniform, rounds=2, progress=False,
+    )  # fmt: skip
+    assert population.how == "devices"
+    mechanism = aggregators.GaussianMechanism(1.0, clip=1.0, denominator=2)
+    private = fedavg(model, weighting="uniform", aggregator=mechanism)
+    guarantee = fedsim.privacy.Guarantee.of(private, poisson, delta=0.01)
+    assert guarantee.epsilon(2) == pytest.approx(fedsim.privacy.epsilon(1.0, poisson, rounds=2, delta=0.01))
+    state = private.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="without running statistics and without frozen or kept parts"):
+        sent_updates(fedavg(model), state, cohort(data, 0))
 
 
 def test_names_of_parts():

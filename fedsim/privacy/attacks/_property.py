@@ -29,7 +29,7 @@ def sent_updates(algorithm: Algorithm, state: Any, cohort: Cohort) -> np.ndarray
       cohort: the clients.
 
     Raises:
-      ValueError: the clients keep a memory.
+      ValueError: the clients keep a memory, or the model has running statistics, or frozen or kept parts.
 
     >>> import optax, fedsim
     >>> data = fedsim.datasets.load("digits(clients=5)").train
@@ -42,6 +42,11 @@ def sent_updates(algorithm: Algorithm, state: Any, cohort: Cohort) -> np.ndarray
         raise ValueError(
             f"Expected an algorithm whose clients keep no memory, got {type(algorithm).__name__}: its updates depend on the "
             "rounds before. Use FedAvg."
+        )
+    if parts_of(state).parts != ():
+        raise ValueError(
+            "Expected a model without running statistics and without frozen or kept parts, got one that has some: use a model "
+            "without."
         )
     shared = algorithm.broadcast(parts_of(state).server)
 
