@@ -21,6 +21,7 @@ from fedsim.reproductions._fedem_emnist import FEDEM_EMNIST
 from fedsim.reproductions._fedprox_stragglers import FEDPROX
 from fedsim.reproductions._few_labels import FEW_LABELS
 from fedsim.reproductions._flute_mnist import FLUTE_MNIST
+from fedsim.reproductions._flute_shakespeare import FLUTE_SHAKESPEARE
 from fedsim.reproductions._four_ways import FOUR_WAYS
 from fedsim.reproductions._niid_mnist import NIID_MNIST
 from fedsim.reproductions._nmse_and_bytes import NMSE_AND_BYTES
@@ -83,6 +84,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         NMSE_AND_BYTES,
         SCAFFOLD_QUADRATICS,
         FLUTE_MNIST,
+        FLUTE_SHAKESPEARE,
         AFL_ADULT,
     )
 }

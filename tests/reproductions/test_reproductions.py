@@ -19,6 +19,7 @@ from fedsim.commands import main
 from fedsim.reproductions import Extent, Request, Row, _random_quadratics, rounds_to_target
 from fedsim.reproductions import _diloco as language
 from fedsim.reproductions import _fedprox_stragglers as stragglers
+from fedsim.reproductions import _flute_shakespeare as roles
 from fedsim.reproductions import _qffl_fairness as fairness
 from fedsim.reproductions import _scaffold_emnist as drift
 from fedsim.reproductions import _scaffold_quadratics as two_functions
@@ -83,6 +84,12 @@ def data(tmp_path_factory):
         texts = [{"tokens": " ".join(f"w{i}" for i in draw.integers(3000, size=90 - 8 * (user % 10)))} for _ in range(22)]
         users.append(json.dumps({"client_id": f"site{user % 10}:{user}", "train": texts[:20], "test": texts[20:]}))
     (folder / "stackexchange" / "posts.jsonl.gz").write_bytes(gzip.compress("\n".join(users).encode()))
+    (folder / "shakespeare_tff").mkdir()
+    for split, count in (("train", 3), ("test", 1)):
+        with h5py.File(folder / "shakespeare_tff" / f"shakespeare_{split}.h5", "w") as file:
+            for role in range(4):
+                speeches = ["".join(draw.choice(list("abc "), 70)) for _ in range(count)]
+                file[f"examples/PLAY_{role}/snippets"] = np.array(speeches, h5py.string_dtype())
     return folder
 
 
@@ -327,6 +334,22 @@ def test_participants_alone_and_pooled(data):
     np.testing.assert_array_equal(pooled.client(0)["x"], np.concatenate([client["x"] for client in several.clients()]))
 
 
+def test_accuracies_on_shakespeare_are_shown_at_rounds_that_double_and_at_the_last(data, monkeypatch):
+    found = iter((0, 1))
+
+    def curve(algorithm, sampler, *, rounds, score, every):
+        at, seed = [*range(every, rounds, every), rounds], next(found)
+        return Curve(at, [seed + number / 10 for number in at], None, 7.0)
+
+    monkeypatch.setattr(roles, "train", curve)
+    (case,) = reproductions.get("flute_shakespeare").cases(Request(data=data, seeds=2, rounds=160)).values()
+    rows = list(case())
+    assert [row.case for row in rows] == ["after 25 rounds", "after 50 rounds", "after 100 rounds", "after 160 rounds"]
+    assert [list(row.values) for row in rows] == [[2.5, 3.5], [5.0, 6.0], [10.0, 11.0], [16.0, 17.0]]
+    assert [row.paper for row in rows] == ["", "", "", "57"] and {row.reduced for row in rows} == {"160 of 1,200 rounds"}
+    assert sum(row.seconds for row in rows) == 14.0
+
+
 @pytest.mark.slow
 def test_orders_of_participants(data):
     several = selective._participants(fedsim.datasets.load("mnist", data=data / "mnist", clients=100).train, "distributed")
@@ -427,6 +450,7 @@ TINY = [
     ("nmse_and_bytes", ["eden-2", "rotated-1"]),
     ("scaffold_quadratics", ["fedavg", "scaffold"]),
     ("flute_mnist", ["softmax", "sigmoid"]),
+    ("flute_shakespeare", ["fedavg"]),
     ("afl_adult", ["q-ffl", "afl"]),
 ]
 
