@@ -217,6 +217,6 @@ ATTACKS_AND_DEFENSES = Reproduction(
     "the first five digits) are inferred from what a single round reveals, in which the client is alone, except for the "
     "secure sum. An AUC of 0.5 is chance; with 20 dB, pixels are wrong by a tenth of the range. ε is that of a replaced client "
     "over all rounds with δ = 0.01. With 50 clients, its noise is so large that the model learns nothing: these rows show that "
-    "the attacks then fail, not that privacy is cheap. Membership and accuracy have the standard "
-    "deviation over runs, images over images, properties over draws of clients.",
+    "the attacks then fail, not that privacy is cheap. The standard deviation of membership "
+    "and accuracy is over runs, that of images over images, and that of properties over draws of clients.",
 )

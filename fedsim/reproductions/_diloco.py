@@ -251,5 +251,5 @@ DILOCO = Reproduction(
     f"equal. Streaming DiLoCo has {_FRAGMENTS} fragments, τ = {_DELAY}, α = {_ALPHA} and EDEN with 4 bits per parameter up. "
     f"Simulated seconds are {STEP_SECONDS} s per step, an assumption, and the time in which a worker sends and receives its "
     "messages over a link of its own; streaming DiLoCo waits only for what takes longer than τ steps. The papers start from a "
-    "model that was trained before and take 88,000 steps: with 500, 250 local steps are two rounds.",
+    "model that was trained before and take 88,000 steps; with 500 steps here, H = 250 leaves two rounds.",
 )

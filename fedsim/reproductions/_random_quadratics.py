@@ -173,7 +173,7 @@ RANDOM_QUADRATICS = Reproduction(
     "1e-6, from 100 (D-PSGD: 10); the gradients at the optimum have mean squared norm 1 (D-PSGD: 0.01). The "
     "learning rate is the best of a grid for every problem. How the paper draws the H_i was not read: here they are "
     "products of random normal matrices, shifted and scaled. Rounds: median and range over random problems. "
-    "Arithmetic in float32. The row of D-PSGD, which mixes after the step as the others do, ended by another rule "
-    "in the paper, which was not read: its nodes stay apart by the rate times the heterogeneity of their data, so that "
-    "this distance needs small rates.",
+    "Arithmetic in float32. In the paper, the runs of D-PSGD ended by another rule, which was not read. Here "
+    "D-PSGD mixes after the step, as the others do: its nodes stay apart by the rate times the heterogeneity of their data, so "
+    "only small rates reach this distance.",
 )

@@ -184,7 +184,7 @@ SCAFFOLD_EMNIST = Reproduction(
     notes="100 clients, 20 per round, batches of a fifth of a client's examples. The official test split of EMNIST by class "
     "is used as the whole data, with 93,000 images for training and 23,000 for test, so the order of the entries can be "
     "compared, but not the numbers of rounds. The learning rate of each entry is chosen from a grid with factors of 10^(1/3), "
-    "by the number of rounds on the test images, and needs far fewer rounds than the paper, which does not state its learning "
-    "rates. At 100 % similarity, a learning rate of 0.0215 needs about the paper's numbers of rounds. SGD, FedProx and 20 "
-    "epochs are left out.",
+    "by the number of rounds on the test images. With it, all need far fewer rounds than in the paper, which does "
+    "not state its learning rates. At 100 % similarity, a learning rate of 0.0215 needs about the paper's numbers of rounds. "
+    "SGD, FedProx and 20 epochs are left out.",
 )
