@@ -95,7 +95,8 @@ DP_FTRL_FEMNIST = Reproduction(
     notes="FedAvg trains a logistic regression for 100 rounds, in which a tenth of the writers take part in turns, with "
     "updates clipped to the norm 0.5. δ is half of one over the number of writers. The papers have far more clients, and so "
     "far less noise in a mean; here only the order is compared. ε = 4 was chosen after ε = 20 and ε = 100, where one seed of "
-    "each that was run was within a point of the run without noise. The tree takes no estimates from its further nodes. With "
-    "ten participations of each writer, the largest deviation of its noise in a sum of rounds (`privacy.max_loss`) is 25.2, "
-    "which is little below the 31.6 of independent noise; that of the banded matrix is 12.1.",
+    "each that was run was within a point of the run without noise. The tree has only the nodes of the sums, without the "
+    "further ones of more precise estimates. With ten participations of each writer, the largest deviation of its noise in a "
+    "sum of rounds (`privacy.max_loss`) is 25.2, which is little below the 31.6 of independent noise; that of the banded "
+    "matrix is 12.1.",
 )
