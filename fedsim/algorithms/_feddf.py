@@ -6,12 +6,18 @@ examples d, which minimize::
 
     KL(softmax(mean_k f(x_k, d)) || softmax f(x, d))
 
-with Adam, whose learning rate falls to 0 as a half cosine (the paper's η, and its N = ``server_epochs`` passes).
+with Adam, whose learning rate falls to 0 as a half cosine (the paper's η).
 
 Deviations: each client computes the logits f(x_k, d) of its model before they are averaged, and sends them with its update. The
 paper's server computes them from the models, which gives the same if updates are not changed on their way, and would need all
 models at once. Clients have the weights of ``weighting`` also in the mean of the logits (the paper's is uniform). The number of
-steps is fixed (the paper stops when the accuracy on validation examples does not rise). Clients have one network.
+steps is fixed, by ``server_epochs`` passes; the paper's N counts steps, of which it takes at most about 10,000, and it stops
+sooner if the accuracy on validation examples does not rise. Clients have one network.
+
+The last deviation matters in studies of robustness: attacks change updates and not logits, and an aggregator such as a median
+leaves out nobody's logits. If an attack changes what is sent, the logits are those of the attacker's honest model, so FedDF
+withstands more here than with the paper's server, which computes them from the models that it receives. Attacks on the examples
+of clients change both.
 """
 
 from __future__ import annotations
@@ -47,14 +53,18 @@ class FedDF(FedAvg):
 
     Attributes:
       server_examples: the examples of the server, feature name to array ``[n, ...]``; labels are not read. None if it has none.
+        No option of the command line gives them: there, name a class of your own, ``FILE.py:CLASS``.
       server_epochs: the passes over them in each round.
       server_batch_size: examples in a batch of the server.
       distillation_learning_rate: of Adam at the start of a round, above 0.
       model, client_optimizer, server_optimizer, weighting: see `FedAvg`. The model is a classifier.
+      aggregator: of the updates. Logits are averaged with any, and attackers send those of their honest models, so a run with
+        an attack on updates does not show how robust FedDF is.
 
     Raises:
-      ValueError: a number is not positive, the model has no ``num_classes``, or the examples do not fit it. Before the first
-        round: the aggregator adds noise for privacy, which would not be added to the logits.
+      ValueError: a number is not positive, the model has no ``num_classes``, the examples do not fit it, or the aggregator is
+        secure and would not hide the logits. Before the first round: the aggregator adds noise for privacy, which would not be
+        added to the logits.
 
     >>> import fedsim
     >>> data = fedsim.datasets.load("digits", clients=2)
@@ -69,6 +79,7 @@ class FedDF(FedAvg):
     capabilities = Capabilities(
         scalable=False,  # Logits must not be multiplied.
         microbatches=True,
+        needed=("server_examples",),
         refused_parts=dict.fromkeys(
             ("statistics", "own_statistics", "kept"),
             "the server trains parameters alone; use a model without, such as one with GroupNorm",
@@ -95,6 +106,11 @@ class FedDF(FedAvg):
             )
         labels = {name: column for name, column in self.model.dummy_examples(size).items() if name == "y"}
         self.model.check(FederatedData.from_clients({"server": labels | dict(self.server_examples)}))
+        if (mean := self.aggregator.innermost).is_secure:
+            raise ValueError(
+                f"Expected an aggregator other than {type(mean).__name__} with FedDF, got {self.aggregator}: the logits of the "
+                "server's examples would be sent unmasked. Use FedAvg."
+            )
         object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
 
     def check(self, data: FederatedData) -> None:

@@ -305,7 +305,13 @@ def _algorithm(
     given |= _communication(cls, fields["aggregator"], config) | _graph(cls, config, nodes)
     if "server_optimizer" in given and config.aggregator is not None:
         _check_sum(given["aggregator"], config)
-    return cls(**given, **own)
+    made = cls(**given, **own)
+    if missing := [name for name in cls.capabilities.needed if getattr(made, name) is None]:
+        raise ValueError(
+            f"{cls.__name__} needs {missing[0]}, which no option gives, and is another algorithm without: give FILE.py:CLASS, "
+            f"a class in your file that derives from {cls.__name__} and has a default for {missing[0]}, or use Python."
+        )
+    return made
 
 
 def _share_programs(algorithms: Sequence[Algorithm], configs: Sequence[RunConfig]) -> None:

@@ -11,6 +11,7 @@ from network_models import RATE, make, network, numpy_gradient, plus, real_examp
 import fedsim
 from fedsim import aggregators
 from fedsim.algorithms import FedAvg, FedDF
+from fedsim.configuration import build
 
 X = np.random.default_rng(3).normal(size=(11, 3)).astype(np.float32)
 SERVER_RATE = 0.02
@@ -142,3 +143,29 @@ def test_noise_that_logits_would_not_have_is_refused():
 def test_wrong_examples_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         make(FedDF, **fields)
+
+
+def test_a_secure_aggregator_that_would_not_hide_the_logits_is_refused():
+    secure = aggregators.Clipped(1.0, inner=aggregators.SecureMean(max_weight=1.0))
+    with pytest.raises(ValueError, match="^Expected an aggregator other than SecureMean with FedDF, .* logits .* unmasked"):
+        make(FedDF, **distilling(), aggregator=secure, weighting="uniform")
+
+
+OWN = """
+import dataclasses
+import fedsim
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Own(fedsim.algorithms.FedDF):
+    server_examples: dict = dataclasses.field(
+        default_factory=lambda: {"x": fedsim.datasets.load("digits").test.columns["x"][:8]})
+"""
+
+
+def test_a_command_line_needs_a_class_that_has_server_examples(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    settings = fedsim.experiment.Settings()
+    made = build(fedsim.experiment.RunConfig(algorithm=f"{tmp_path / 'own.py'}:Own"), settings)
+    assert made.algorithm.server_examples["x"].shape == (8, 8, 8, 1)
+    with pytest.raises(ValueError, match="^FedDF needs server_examples, which no option gives, .* give FILE.py:CLASS, a class"):
+        build(fedsim.experiment.RunConfig(algorithm="feddf"), settings)

@@ -15,6 +15,7 @@ NEEDS = {
     ("algorithm", "gaussianmixture"): ("--num-features", None),
     ("algorithm", "pca"): ("--num-features", None),
     ("algorithm", "heavyhitters"): ("--num-items", None),
+    ("algorithm", "feddf"): ("FedDF needs server_examples, which no option gives", None),
     ("aggregator", "krum"): ("krum(attackers=...)", "krum(attackers=2, selected=10)"),
     ("aggregator", "bulyan"): ("bulyan(attackers=...)", "bulyan(attackers=2)"),
     ("aggregator", "divide_and_conquer"): ("divide_and_conquer(attackers=...)", "divide_and_conquer(attackers=2)"),
