@@ -11,7 +11,9 @@ examples i, at the server's θ_m::
 The last line is local steps from the server's θ_m, with the q of the E-step, of which the server takes the mean for each m.
 
 Deviations: the q of a batch are computed again in each step, to the same values, instead of being stored. Personal models are
-evaluated after another E- and M-step at the server's θ_m, so a client that has not trained yet has a mixture, too.
+evaluated after another E- and M-step at the server's θ_m, so a client that has not trained yet has a mixture, too. If examples
+are sequences, ℓ_i is the model's loss of a sequence, the sum over its tokens divided by a length: q is less certain than with
+the sum, the likelihood of the sequence. Predictions are mixed for each token.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class FedEM(FedAvg):
       client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: the model has no ``num_classes``. Before the first round: all components start from the same parameters.
+      ValueError: the model has no ``num_classes``, or its loss is no function of ``softmax(outputs)``. Before the first round:
+        all components start from the same parameters.
 
     >>> import optax, fedsim
     >>> data = fedsim.datasets.load("digits", clients=2).train

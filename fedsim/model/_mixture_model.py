@@ -50,7 +50,8 @@ class MixtureModel(Model):
           num_components: the number of components, at least 1.
 
         Raises:
-          ValueError: ``num_components`` is not positive, or ``component`` has no ``num_classes``.
+          ValueError: ``num_components`` is not positive, ``component`` has no ``num_classes``, or its loss is no function of
+            the probabilities ``softmax(outputs)``, such as that of a label for each class: their mixture has no such outputs.
 
         >>> import fedsim
         >>> MixtureModel.of(fedsim.models.digits_logistic(), 0)
@@ -64,6 +65,7 @@ class MixtureModel(Model):
                 "Expected a classifier as the component of a mixture, got a model with num_classes=None: give its number of "
                 "classes."
             )
+        _check_loss(component)
 
         def init(key: jax.Array) -> Params:
             components = jax.vmap(component.init_whole)(jax.random.split(key, num_components))
@@ -98,6 +100,23 @@ class MixtureModel(Model):
         """
         outputs = _outputs(self.component, current_scope().parts.join(params), examples, key)
         return jax.vmap(lambda of_one: self.component.losses(examples, of_one))(outputs)
+
+
+def _check_loss(component: Model) -> None:
+    """Raises ``ValueError`` unless the loss of a component is the same for its outputs and for their log-softmax."""
+    form, examples = jax.eval_shape(component.init_whole, jax.random.key(0)), component.dummy_examples(2)
+    like = jax.eval_shape(component.apply_for_eval, form, examples)
+    with jax.ensure_compile_time_eval():
+        examples = jax.tree.map(jnp.asarray, examples)
+        outputs = jax.random.normal(jax.random.key(0), like.shape, like.dtype)
+        before, after = (component.losses(examples, each) for each in (outputs, jax.nn.log_softmax(outputs)))
+        are_equal = bool(jnp.allclose(before, after, rtol=1e-2, atol=1e-3))  # the precision of bfloat16
+    if not are_equal:
+        raise ValueError(
+            "Expected a component whose loss is a function of softmax(outputs), such as the cross-entropy, got a model whose "
+            f"loss changes from {before} to {after} if its outputs are replaced by their log-softmax: a mixture has "
+            "probabilities only. Use the cross-entropy of classes that exclude each other, or FedAvg."
+        )
 
 
 def _outputs(component: Model, params: Params, examples: Examples, key: jax.Array | None) -> Any:

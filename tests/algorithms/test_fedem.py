@@ -137,3 +137,42 @@ def test_a_model_without_classes_is_refused():
     )
     with pytest.raises(ValueError, match="Expected a classifier as the component of a mixture, got a model with num_classes=N"):
         make(FedEM, model=numbers)
+
+
+def classifier(loss):
+    return fedsim.Model.from_functions(
+        lambda key: {"w": jax.random.normal(key, [3, federation.NUM_CLASSES])},
+        lambda params, x: x @ params["w"],
+        features=federation.FEATURES,
+        num_classes=federation.NUM_CLASSES,
+        loss=loss,
+    )
+
+
+def of_each_class(examples, outputs):
+    """The binary cross-entropy of each class, as for labels that do not exclude each other."""
+    labels = jax.nn.one_hot(examples["y"], outputs.shape[1], dtype=outputs.dtype)
+    return optax.sigmoid_binary_cross_entropy(outputs, labels).sum(axis=1)
+
+
+def smoothed(examples, outputs):
+    labels = optax.smooth_labels(jax.nn.one_hot(examples["y"], outputs.shape[1], dtype=outputs.dtype), 0.1)
+    return optax.softmax_cross_entropy(outputs, labels)
+
+
+def test_a_loss_that_is_no_function_of_probabilities_is_refused():
+    """A mixture of one such component would have another loss than the component alone."""
+    with pytest.raises(ValueError, match=r"Expected a component whose loss is a function of softmax\(outputs\), such as the"):
+        make(FedEM, model=classifier(of_each_class))
+
+
+@pytest.mark.parametrize("loss", [fedsim.metrics.cross_entropy, smoothed])
+def test_a_mixture_of_one_component_has_its_loss(loss):
+    model, data = classifier(loss), federation.data()
+    alone = model.init(jax.random.key(0))
+    of_one = {"components": jax.tree.map(lambda p: p[None], alone), "log_weights": jnp.zeros(1)}
+    losses = [
+        fedsim.evaluate(each, params, data).overall["loss"]
+        for each, params in ((model, alone), (fedsim.MixtureModel.of(model, 1), of_one))
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
