@@ -140,17 +140,29 @@ def bytes_() -> Figure:
 
 
 def nmse() -> Figure:
-    """Points: the error of a compressed vector against the bytes of its message."""
+    """Points: the error of a compressed vector against the bytes of its message; open markers for biased compressors."""
     figure, axes = _axes(width=8, height=4.2)
-    names = {"eden": "EDEN", "drive": "DRIVE", "random": "random k", "top": "top k", "qsgd": "QSGD", "terngrad": "TernGrad"}
-    points: dict[str, list[tuple[float, float]]] = {}
+    # By the id of a case or its first word: a name, and the colour and marker, which a biased and an unbiased kind may share.
+    kinds = {
+        "drive-biased": ("DRIVE, biased", 0),
+        "drive": ("DRIVE", 0),
+        "eden": ("EDEN", 1),
+        "top": ("top k, biased", 2),
+        "random": ("random k", 2),
+        "qsgd": ("QSGD", 3),
+        "terngrad": ("TernGrad", 4),
+        "uniform": ("uniform", 5),
+        "rotated": ("rotated uniform", 6),
+    }
+    points: dict[tuple[str, int], list[tuple[float, float]]] = {kind: [] for kind in kinds.values()}
     for row in _rows(REPRODUCTIONS / "nmse_and_bytes.json"):
         if row["measure"] == "NMSE":
-            kind = row["id"].partition("-")[0]
-            mean = sum(row["values"]) / len(row["values"])
-            points.setdefault(names.get(kind, row["case"].partition(",")[0]), []).append((row["details"]["bytes"], mean))
-    for at, (name, pairs) in enumerate(points.items()):
-        style = {"color": COLOURS[at % 7], "marker": MARKERS[(at + at // 7) % 7]}
+            kind = kinds.get(row["id"]) or kinds[row["id"].partition("-")[0]]
+            points[kind].append((row["details"]["bytes"], sum(row["values"]) / len(row["values"])))
+    for (name, at), pairs in points.items():
+        style: dict[str, Any] = {"color": COLOURS[at], "marker": MARKERS[at], "zorder": 10 - at}  # DRIVE's above EDEN's
+        if name.endswith("biased"):
+            style["markerfacecolor"] = "none"
         axes.plot(*zip(*pairs, strict=True), ls="", markersize=6, label=name, **style)
     axes.set(
         xscale="log",
@@ -189,7 +201,7 @@ def papers() -> Figure:
     """Points: our result against the paper's, a point for each row with a number in both columns."""
     figure, axes = _axes(width=6.5, height=5)
     at = 0
-    for path in sorted(REPRODUCTIONS.glob("*.json")):
+    for path in FIGURES["papers"][1]:
         pairs = [
             (paper, ours)
             for row in _rows(path)
@@ -208,7 +220,7 @@ def papers() -> Figure:
                 label=path.stem,
             )
             at += 1
-    low, high = 0.002, 3000
+    low, high = 0.2, 3000
     axes.plot([low, high], [low, high], color="gray", lw=1, label="equal")
     axes.set(
         xscale="log",
@@ -235,22 +247,29 @@ def results(path: Path) -> Figure:
     """Points: the rows of a reproduction with their least and most over seeds, beside the paper's; a panel for each measure."""
     measures: dict[str, list[dict[str, Any]]] = {}
     for row in _rows(path):
-        if first_number(row["ours"]):
+        if first_number(row["ours"].removeprefix("> ")):
             measures.setdefault(row["measure"], []).append(row)
     # The measures that the paper has come first, then those with most rows.
-    order = sorted(
-        measures,
-        key=lambda name: (-sum(first_number(row["paper"]) is not None for row in measures[name]), -len(measures[name])),
-    )
-    shown = [(name, measures[name][:_MOST_ROWS]) for name in order[:2]]
+    order = sorted(measures, key=lambda name: (-sum(map(_is_published, measures[name])), -len(measures[name])))
+    # A measure with the results of the first one, such as that of the client which is the worst, would repeat its panel.
+    cells = {name: [row["ours"] for row in rows] for name, rows in measures.items()}
+    distinct = [name for name in order if cells[name] != cells[order[0]]]
+    shown = [(name, _most_telling(measures[name])) for name in [*order[:1], *distinct[:1]]]
     heights = [len(rows) + 2.5 for _, rows in shown]
     figure = Figure(figsize=(8, 0.24 * sum(heights) + 0.4), layout="constrained")
     panels = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (name, rows) in zip(panels, shown, strict=True):
         drawn: list[float] = []
         for at, row in enumerate(rows):
-            ours = first_number(row["ours"])
+            ours = first_number(row["ours"].removeprefix("> "))
             assert ours is not None
+            if row["ours"].startswith("> "):
+                axes.plot(ours, at, marker=">", color=COLOURS[0], mfc="none", ls="")
+                axes.annotate(
+                    f"more than {ours:,g}", (ours, at), (-6, 0), textcoords="offset points", fontsize=8, ha="right", va="center"
+                )
+                drawn.append(ours)
+                continue
             values = [value for value in row["values"] or [] if value is not None] or [ours]
             scale = ours / (sum(values) / len(values))  # the text may be in per cent
             axes.plot([scale * min(values), scale * max(values)], [at, at], color=COLOURS[0], lw=2, alpha=0.5)
@@ -275,9 +294,19 @@ def results(path: Path) -> Figure:
         if min(drawn) > 0 and max(drawn) > 20 * min(drawn):
             axes.set_xscale("log")
         rest = len(measures[name]) - len(rows)
-        axes.set_xlabel(name + (f" (the first {len(rows)} of {len(rows) + rest} rows)" if rest else ""), fontsize=9)
+        axes.set_xlabel(name + (f" ({len(rows)} of {len(rows) + rest} rows)" if rest else ""), fontsize=9)
         axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
     return figure
+
+
+def _is_published(row: dict[str, Any]) -> bool:
+    return first_number(row["paper"]) is not None
+
+
+def _most_telling(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns as many rows as a panel has, those with a paper's number before the others, in their order."""
+    kept = sorted(range(len(rows)), key=lambda at: not _is_published(rows[at]))[:_MOST_ROWS]
+    return [rows[at] for at in sorted(kept)]
 
 
 def simulated_time() -> Figure:
@@ -357,7 +386,8 @@ FIGURES: dict[str, tuple[Callable[[], Figure], list[Path]]] = {
     "bytes": (bytes_, [REPRODUCTIONS / "compression.json"]),
     "nmse": (nmse, [REPRODUCTIONS / "nmse_and_bytes.json"]),
     "attacks": (attacks, [REPRODUCTIONS / "robustness.json"]),
-    "papers": (papers, sorted(REPRODUCTIONS.glob("*.json"))),
+    # The column *paper* of nmse_and_bytes has laws of theory.
+    "papers": (papers, sorted(path for path in REPRODUCTIONS.glob("*.json") if path.stem != "nmse_and_bytes")),
     "simulated_time": (simulated_time, [REPRODUCTIONS / "unus_staleness.json", REPRODUCTIONS / "unus_faults.json"]),
     "round": (round_, []),
 }

@@ -237,9 +237,8 @@ def test_numbers_of_a_verdict_are_those_of_its_rows():
     for name, verdict in script["VERDICTS"].items():
         rows = script["rows_of"](name)
         cells = " ".join(f"{row['paper']} {row['ours']}" for row in rows)
-        claimed = re.findall(
-            r"\b\d+ of \d+ seeds|(?<=in )\d+(?= rounds)|(?<=instead of )[\d.]+\d|\d+\.\d(?: ± \d\.\d)?|\d+(?= instead)", verdict
-        )
+        numbers = r"\d+\.\d+(?: ± \d+\.\d+)?|(?<=instead of )\d+|\d+(?= instead)|(?<=in )\d+(?= rounds)|\b\d+ of \d+ seeds"
+        claimed = re.findall(numbers, verdict)
         found += len(claimed)
         assert [number for number in claimed if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", cells)] == [], name
     assert found >= 8
@@ -268,6 +267,19 @@ def test_pictures_of_results_show_the_present_results():
         with Image.open(DOCS / "figures" / f"{name}.png") as picture:
             drawn = picture.info["Description"]
         assert drawn == script["hash_of"](name), f"run: python docs/write_figures.py {name}"
+
+
+def test_pictures_of_results_show_papers_numbers_and_bounds_and_no_panel_twice():
+    results = runpy.run_path(str(DOCS / "write_figures.py"))["results"]
+    panels = {
+        name: results(DOCS / "reproductions" / f"{name}.json").axes for name in ("fedprox", "scaffold_quadratics", "afl_adult")
+    }
+    drawn = [(line.get_label(), line.get_marker()) for axes in panels["fedprox"] for line in axes.lines]
+    assert ("paper", "D") in drawn
+    bounds = [line.get_xdata()[0] for axes in panels["scaffold_quadratics"] for line in axes.lines if line.get_marker() == ">"]
+    assert bounds == [5000] * 4
+    first, second = ([line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"] for axes in panels["afl_adult"])
+    assert len(first) == len(second) and first != second
 
 
 @pytest.mark.parametrize(("name", "section", "count"), [("few_labels", "## Few labels", 12), ("transfer", "## Transfer", 8)])
