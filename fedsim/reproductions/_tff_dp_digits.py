@@ -5,9 +5,10 @@ https://www.tensorflow.org/federated/tutorials/federated_learning_with_different
 of 3,383 writers in a round, and then with as many writers as an ε of 2 needs. The clipping norm adapts as in G. Andrew et al.,
 "Differentially private learning with adaptive clipping", NeurIPS 2021, https://arxiv.org/abs/1905.03871.
 
-A round with the same number of writers and the same noise differs from the tutorial's only in how often a writer comes back, so
-the accuracies can be compared even if there are fewer writers. ε cannot: it depends on the share of the writers in a round. The
-row of a run states both, for 3,383 writers and for those that are there.
+A round with the same number of writers and the same noise differs from the tutorial's in how often a writer comes back, which
+with fewer writers may raise the accuracy. ε cannot be compared, because it depends on the share of the writers in a round. The
+row of a run states it for 3,383 writers and for those that are there, by privacy loss distributions. The tutorial's ε, such as
+2 for 120 writers, is by Rényi divergences, which is larger; the accountant's row compares that.
 
 As in the tutorial, paper is 1 and ink 0, which makes learning slower than the inverse, and Keras' initial weights are drawn.
 The noise on the count of updates has the deviation of a twentieth of the writers in a round. Deviations: the split into
@@ -180,7 +181,8 @@ TFF_DP_DIGITS = Reproduction(
     notes="FedAvg with momentum on the server trains a perceptron for 100 rounds, in which every writer takes part with the "
     "same probability, independently. Clients train for one epoch with batches of 32 and the rate 0.01. Updates have "
     "equal weights, and are clipped to a norm that follows the median of their norms, from 0.1 on. The numbers of "
-    "writers in a round and the noise are the tutorial's, so the accuracies can be compared with fewer writers; ε "
-    "cannot, because it depends on the share of the writers that a round has. δ is 1e-5, and ε that of privacy loss "
-    "distributions. The tutorial's numbers are of one run each.",
+    "writers in a round and the noise are the tutorial's; with fewer writers, each comes back more often, which may raise "
+    "the accuracy. ε cannot be compared, because it depends on the share of the writers that a round has. δ is 1e-5. ε in "
+    "the remarks is that of privacy loss distributions, which is smaller than that of Rényi divergences; the tutorial's is "
+    "the latter, which the first row compares. The tutorial's numbers are of one run each.",
 )
