@@ -93,7 +93,7 @@ def test_unknown_option_and_command(capsys):
         (["run", "--rounds", "0", "--dp-noise", "1", "--dp_noise=2"], "--dp-noise 1 --dp_noise=2"),
         (["plan", "--rounds", "3", "--rounds", "0"], "--rounds 3 --rounds 0"),
         (["run", "--rounds", "0", "--progress", "--no-progress"], "--progress --no-progress"),
-        (["reproduce", "fedavg", "--only", "a", "b", "--only", "c"], "--only a --only c"),
+        (["reproduce", "fedavg", "--only", "a", "b", "--only", "c"], "--only a b --only c"),
         (["datasets", "describe", "mnyst", "--label", "a", "--label", "b"], "--label a --label b"),
     ],
 )
