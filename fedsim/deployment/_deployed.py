@@ -37,7 +37,7 @@ class Deployed(Execution):
     Attributes:
       nodes: the nodes, which run.
       folder: the run folder; its file ``deliveries.jsonl`` has a line for each round: which nodes have answered, and the time.
-      name: of the run. Nodes may serve several runs, and store what clients keep in a folder with this name.
+      name: of the run. Nodes store what clients keep in a folder with this name; their processes serve this run alone.
 
     Raises:
       NodeError: no node has answered, or a node reports an error.

@@ -58,6 +58,8 @@ class Node:
 
     >>> import tempfile, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
+    A node's process serves one run. The folder may have what clients keep in several, each under the run's name.
+
     >>> algorithm, sampler = fedsim.algorithms.Histogram(bins=2), fedsim.UniformSampler(data, clients=2, seed=0)
     >>> node = Node(algorithm, sampler, 1, 2, Path(tempfile.mkdtemp()))
     >>> decode(node.answer({"clients": encode([], {"ask": "who"})}))[1]["node"], node.data.client_ids
@@ -89,6 +91,7 @@ class Node:
         """Returns the answer to a message of the server; an error becomes an answer that says it."""
         began = time.perf_counter()
         try:
+        self._run_name: str | None = None  # known from the first round on
             _, facts = decode(blobs["clients"])
             if facts.get("ask") == "who":
                 return encode([], self._facts)
@@ -167,6 +170,13 @@ class Node:
         name = facts["run"]
         if name and not name.isalnum():
             raise ValueError(f"Expected a name of letters and digits for a run, got {name!r}: use the same version of fedsim.")
+        if self._run_name is None:
+            self._run_name = facts["run"]
+        if facts["run"] != self._run_name:
+            raise ValueError(
+                f"Expected rounds of the run {self._run_name!r}, got one of the run {facts['run']!r}: start a process of the "
+                "node for each run."
+            )
         return self._folder / name
 
     def _memories_after(self, rounds: int, round: DividedRound, facts: Mapping[str, Any]) -> ClientRows | None:

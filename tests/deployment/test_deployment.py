@@ -137,22 +137,30 @@ def test_rounds_that_run_again_have_the_memories_of_before(tmp_path):
 
 @pytest.mark.slow
 def test_two_runs_on_the_same_nodes_keep_their_memories_apart(tmp_path):
-    """As of an app that is started for another folder between two parts of a run. Lost memories are named."""
+    """As of an app that is started for another folder between two parts of a run. Lost memories are named.
+
+    The memories of two runs in one process would be taken for each other, so a node refuses a second run.
+    """
     algorithm, sampler = federation("SCAFFOLD")
     nodes = NearNodes(lambda: federation("SCAFFOLD"), tmp_path, 2)
     whole = algorithm.init(jax.random.key(0))
     for round in range(4):
         whole, _ = algorithm.apply(whole, sampler.cohort(round))
 
-    def trained(state, name, rounds):
+    def trained(state, name, rounds, *, again=True):
         (tmp_path / name).mkdir(exist_ok=True)
-        nodes.start()  # A worker serves one run.
+        if again:
+            nodes.start()
         apart = dataclasses.replace(algorithm, execution=Deployed(nodes=nodes, folder=tmp_path / name, name=name))
         for round in rounds:
             state, _ = apart.apply(state, sampler.cohort(round))
         return state
 
     one = trained(algorithm.init(jax.random.key(0)), "one", range(2))
+    with pytest.raises(
+        NodeError, match="Node 0: ValueError: Expected rounds of the run 'one', got one of the run 'other': start"
+    ):
+        trained(algorithm.init(jax.random.key(1)), "other", range(1), again=False)
     trained(algorithm.init(jax.random.key(1)), "other", range(2))
     assert largest_difference(trained(one, "one", range(2, 4)).params, whole.params) < 1e-6
     shutil.rmtree(tmp_path / "nodes" / "1" / "other")
