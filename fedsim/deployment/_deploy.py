@@ -122,7 +122,6 @@ def run_on(
         execution.check(checked_cohort(built.sampler, 0))
         if has_server_steps(config):
             built = _with_server_steps(built, config, execution)
-        settings = dataclasses.replace(settings, rounds_per_dispatch=1)
         return run_experiment(built, config, settings, progress=settings.progress, table=table)
 
 

@@ -68,7 +68,7 @@ class Execution:
     Attributes:
       keeps_memories: whether the states have what clients keep between rounds. If not, it is where the clients run.
       waits: whether `run` returns when the results are computed, so that nothing is gained by sending rounds to the devices
-        before the results of the last ones are read.
+        before the results of the last ones are read. Runs then send one round at a time.
     """
 
     keeps_memories: ClassVar[bool] = True

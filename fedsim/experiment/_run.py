@@ -97,9 +97,9 @@ class Run(Rounds):
         self._test_data, self.privacy = test_data, privacy
         first = checked_cohort(sampler, 0)
         check_fits(sampler, algorithm)
-        if is_steered(sampler):
+        if is_steered(sampler) or algorithm.execution.waits:
             fixed_length = 1
-        else:  # A schedule that is too short raises its error now instead of after its last round.
+        if not is_steered(sampler):  # A schedule that is too short raises its error now instead of after its last round.
             checked_cohort(sampler, rounds - 1, first)
         algorithm.check(first.data)
         if privacy and privacy.matrix:

@@ -187,7 +187,7 @@ def test_a_run_whose_nodes_were_lost_is_continued(tmp_path):
         nodes = NearNodes(lambda: federation("SCAFFOLD"), folder, 2)
         run = functools.partial(
             fedsim.experiment.run, deployed(algorithm, folder, nodes), sampler, rounds=5, folder=folder, checkpoint_every=1,
-            rounds_per_dispatch=1, progress=False,
+            progress=False,
         )  # fmt: skip
         if name != "whole":
             nodes.last = 3
@@ -218,9 +218,7 @@ def test_the_model_is_taken_out_while_a_run_goes_on_and_starts_another_one(tmp_p
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "deployment.json").write_text('{"nodes": 2}')
     apart = deployed(algorithm, tmp_path / "run", Exporting(lambda: federation("FedAvg"), tmp_path / "run", 2))
-    fedsim.experiment.run(
-        apart, sampler, rounds=3, folder=tmp_path / "run", checkpoint_every=1, rounds_per_dispatch=1, progress=False
-    )
+    fedsim.experiment.run(apart, sampler, rounds=3, folder=tmp_path / "run", checkpoint_every=1, progress=False)
     (round,) = rounds
     assert round == 2  # The results of a round are saved before the next one begins.
     params = fedsim.experiment.run(algorithm, sampler, rounds=round, progress=False).state.params
