@@ -73,6 +73,7 @@ model out, also while the run goes on.
 `flwr stop RUN NAME` ends the run early. The same `flwr run` goes on after the last checkpoint, and trains nothing if all
 rounds are done; with another folder it begins another run. A folder that a run is using is refused. The worker of a run at a
 node takes memory until no message has come for ten minutes; `idle=SECONDS` in the node's configuration chooses another time.
+With masked sums (`secure_mean`) it stays until the SuperNode ends.
 """
 _SHARES = """\
 Every node loads the dataset, and keeps the clients whose position modulo the number of nodes is its number. `data="DIR"` in

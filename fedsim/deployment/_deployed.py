@@ -19,7 +19,7 @@ from fedsim.aggregators import SecureMean
 from fedsim.data import Cohort, population_identity
 from fedsim.deployment._encoding import decode, encode
 from fedsim.deployment._node import leaves_of, versions
-from fedsim.deployment._nodes import Blobs, NodeError, Nodes, Replies
+from fedsim.deployment._nodes import WHO, Blobs, NodeError, Nodes, Replies
 from fedsim.deployment._record import Deliveries
 from fedsim.execution import DividedRound, Execution, check_cohorts, remembered
 from fedsim.rounds import FederatedAlgorithm, RoundInfo, State, kept_with, server_state
@@ -34,13 +34,17 @@ class Deployed(Execution):
     updates of its clients, those with most steps first, and the server adds these sums in the order of the nodes. If a node
     does not answer, its clients take no step in this round, and a warning says so.
 
+    With `fedsim.aggregators.SecureMean` the sums are masked, and a round counts for nobody if fewer than ``minimum`` of its
+    clients take a step, if a node does not send its sum, or if one node alone is there of those that have clients in it.
+
     Attributes:
       nodes: the nodes, which run.
       folder: the run folder; its file ``deliveries.jsonl`` has a line for each round: which nodes have answered, and the time.
       name: of the run. Nodes store what clients keep in a folder with this name; their processes serve this run alone.
 
     Raises:
-      NodeError: no node has answered, or a node reports an error.
+      NodeError: no node has answered, a node reports an error, or the nodes that are there have too few clients for a masked
+        sum.
 
     Two nodes in this process:
 
@@ -109,16 +113,16 @@ class Deployed(Execution):
         shared, of_clients = leaves_of(sent.operands)
         slots_of = self.nodes.slots_of(cohort.clients)
         blob, record = encode(shared, {}), Deliveries(self.folder, cohort.round)
+        asked, keys = self._asked(algorithm, cohort, slots_of)
         requests: dict[int, Blobs] = {}
-        keys = self._keys(algorithm, cohort, slots_of)
-        for number, slots in enumerate(slots_of):
-            if len(slots) and keys != {}:
-                own = [leaf[slots] for leaf in of_clients] + ([] if cohort.work is None else [cohort.work[slots]])
-                facts: dict[str, Any] = {"run": self.name, "round": cohort.round, "slots": cohort.slots}
-                facts |= {"has_work": cohort.work is not None, "keys": keys}
-                facts["first"] = None if self.nodes.first is None else self.nodes.first[number]
-                memories = {"answered": record.answered(number), "saved": checkpoint_rounds(self.folder / "checkpoints")}
-                requests[number] = {"shared": blob, "clients": encode(own, facts | memories)}
+        for number in asked:
+            slots = slots_of[number]
+            own = [leaf[slots] for leaf in of_clients] + ([] if cohort.work is None else [cohort.work[slots]])
+            facts: dict[str, Any] = {"run": self.name, "round": cohort.round, "slots": cohort.slots}
+            facts |= {"has_work": cohort.work is not None, "keys": keys}
+            facts["first"] = None if self.nodes.first is None else self.nodes.first[number]
+            memories = {"answered": record.answered(number), "saved": checkpoint_rounds(self.folder / "checkpoints")}
+            requests[number] = {"shared": blob, "clients": encode(own, facts | memories)}
         began = time.perf_counter()
         replies, lost = self.nodes.ask(requests) if requests else Replies({}, {})
         seconds = time.perf_counter() - began
@@ -127,22 +131,26 @@ class Deployed(Execution):
             leaves, facts_of[number] = decode(reply)
             if "error" in facts_of[number]:
                 raise NodeError(f"Node {number}: {facts_of[number]['error']}")
-            answers[number] = round.answer_of(leaves)
+            if "withheld" in facts_of[number]:
+                lost = lost | {number: facts_of[number]["withheld"]}
+            else:
+                answers[number] = round.answer_of(leaves)
         for number, reason in lost.items():
+            what = "sent no sum" if number in replies else "did not answer"
             warnings.warn(
-                f"Node {number} did not answer in round {cohort.round + 1}, because {reason}: the updates of its "
+                f"Node {number} {what} in round {cohort.round + 1}, because {reason}: the updates of its "
                 f"{len(slots_of[number])} clients do not count.",
                 stacklevel=2,
             )
-        if requests and not answers:
+        if requests and not replies:
             raise NodeError(
                 f"No node has answered in round {cohort.round + 1}: {next(iter(lost.values()))}. The rounds before are saved: "
                 "fedsim resume FOLDER starts the nodes again."
             )
-        if missing := [number for number in keys or () if number in lost]:
+        if answers and (missing := [number for number in keys if number in lost]):
             warnings.warn(
                 f"No update counts in round {cohort.round + 1}, because the masks of the other nodes do not cancel without the "
-                f"answer of node {missing[0]}.",
+                f"sum of node {missing[0]}.",
                 stacklevel=2,
             )
             lost, answers = lost | dict.fromkeys(answers, f"the sum is masked without node {missing[0]}"), {}
@@ -150,25 +158,33 @@ class Deployed(Execution):
         record.write(self.nodes, answers, lost, seconds, of_nodes, requests, replies)
         return round.end(state, cohort, sent, answers, slots_of)
 
-    def _keys(self, algorithm: FederatedAlgorithm, cohort: Cohort, slots_of: Sequence[np.ndarray]) -> dict[int, str] | None:
-        """Returns the public keys of the nodes whose sums are masked in a round, None if the aggregator needs no masks.
+    def _asked(
+        self, algorithm: FederatedAlgorithm, cohort: Cohort, slots_of: Sequence[np.ndarray]
+    ) -> tuple[list[int], dict[int, str]]:
+        """Returns the nodes that are asked for their sums, and if these are masked, the public keys of those that are there.
 
-        There are none, and no node is asked, if the cohort has fewer clients with examples than a sum that may be revealed.
+        No node is asked if the server would see a masked sum of too few clients, or a sum without a mask.
 
         Raises:
-          NodeError: the nodes that are there have too few of them.
+          NodeError: the nodes that are there have too few clients.
         """
-        aggregator = algorithm.aggregator.innermost
-        if not isinstance(aggregator, SecureMean):
-            return None
-        least, counts = aggregator.minimum, cohort.sizes > 0
-        there = [number for number, slots in enumerate(slots_of) if len(slots) and self.nodes.is_there(number)]
-        if np.count_nonzero(counts) < least:
-            return {}
-        if (count := sum(np.count_nonzero(counts[slots_of[number]]) for number in there)) < least:
+        asked = [number for number, slots in enumerate(slots_of) if len(slots)]
+        if not isinstance(aggregator := algorithm.aggregator.innermost, SecureMean):
+            return asked, {}
+        there = [number for number in asked if self.nodes.is_there(number)]
+        least, counts, round, reason = aggregator.minimum, cohort.num_steps(algorithm.batches) > 0, cohort.round + 1, ""
+        if (count := int(counts.sum())) < least:
+            reason = f"{count} of its clients take a step, and the sum of fewer than minimum={least} is not revealed"
+        elif (count := sum(int(counts[slots_of[number]].sum()) for number in there)) < least:
             raise NodeError(
-                f"Expected at least {least} clients of round {cohort.round + 1} at nodes that are there, got {count}: the sum "
-                "of fewer is not revealed. The rounds before are saved: fedsim resume FOLDER starts the nodes again."
+                f"Expected at least {least} clients of round {round} at nodes that are there, got {count}: the sum of fewer is "
+                "not revealed. The rounds before are saved: fedsim resume FOLDER starts the nodes again."
             )
+        elif len(there) == 1 < len(asked):
+            reason = f"of the nodes that have its clients only node {there[0]} is there, and its sum would have no mask"
+            self.nodes.ask({there[0]: WHO})  # A round takes as long as a message, so that the other nodes may come back.
+        if reason:
+            warnings.warn(f"No update counts in round {round}, because {reason}.", stacklevel=3)
+            return [], {}
         introductions = self.nodes.introductions()
-        return {number: introductions[number]["key"] for number in there}
+        return asked, {number: introductions[number]["key"] for number in there}

@@ -43,6 +43,10 @@ from fedsim.samplers import Sampler, checked_cohort
 _SHARED = ("server_memory", "work", "zero", "accumulate", "merge")
 
 
+class _WithheldError(Exception):
+    """Why a node does not send the sum of a round."""
+
+
 class Node:
     """Some of the clients: those whose positions in the population are ``number``, ``number + nodes``, and so on.
 
@@ -54,12 +58,15 @@ class Node:
       folder: where the node stores what its clients keep, so that it survives the node's process.
       own: whether the node has data of its own, which no other process knows.
 
+    A node's process serves one run. The folder may have what clients keep in several, each under the run's name.
+
+    A node whose sums are masked does not send the sum of a round in which an update of its clients does not count. The server
+    asks for a sum before it can know of such updates, so that the total could be that of fewer clients than it may see.
+
     A node answers in bytes what it is asked in bytes:
 
     >>> import tempfile, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
-    A node's process serves one run. The folder may have what clients keep in several, each under the run's name.
-
     >>> algorithm, sampler = fedsim.algorithms.Histogram(bins=2), fedsim.UniformSampler(data, clients=2, seed=0)
     >>> node = Node(algorithm, sampler, 1, 2, Path(tempfile.mkdtemp()))
     >>> decode(node.answer({"clients": encode([], {"ask": "who"})}))[1]["node"], node.data.client_ids
@@ -84,18 +91,25 @@ class Node:
             self._masks = Masks()
             self._facts["key"] = self._masks.public
         self._folder = folder
+        self._run_name: str | None = None  # known from the first round on
         self._checkpoints: Checkpoints | None = None
         self._memories: tuple[int, ClientRows | None] | None = None  # and the number of the rounds after which they are these
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether its sums are masked, with keys that end with this process."""
+        return self._masks is not None
 
     def answer(self, blobs: Blobs) -> bytes:
         """Returns the answer to a message of the server; an error becomes an answer that says it."""
         began = time.perf_counter()
         try:
-        self._run_name: str | None = None  # known from the first round on
             _, facts = decode(blobs["clients"])
             if facts.get("ask") == "who":
                 return encode([], self._facts)
             arrays = self._run_each(blobs, facts) if "each" in facts else self._run(blobs, facts)
+        except _WithheldError as reason:
+            return encode([], {"node": self.number, "seconds": time.perf_counter() - began, "withheld": str(reason)})
         except Exception as error:
             return encode([], {"node": self.number, "error": f"{type(error).__name__}: {error}"})
         return encode(arrays, {"node": self.number, "seconds": time.perf_counter() - began})
@@ -106,6 +120,8 @@ class Node:
         at = facts["round"]
         memories = self._memories_after(at, round, facts)
         answer, memories = round.run_clients(operands, cohort, memories)
+        if self._masks is not None:
+            self._check_all_count(cohort, answer.entries)
         if memories is not None and self._checkpoints is not None:
             self._checkpoints.save(at + 1, FederatedState((), memories))
         self._memories = at + 1, memories
@@ -116,6 +132,16 @@ class Node:
             masked = iter(self._masks.added(sums, self.number, keys, round=at))
             leaves = [next(masked) if leaf.dtype == np.uint32 else np.zeros_like(leaf) for leaf in leaves]
         return [*leaves, *jax.tree.leaves(answer.entries)]
+
+    def _check_all_count(self, cohort: Cohort, entries: Mapping[str, Any]) -> None:
+        """Raises if a client has taken a step and its update does not count."""
+        took_part = cohort.num_steps(self._algorithm.batches) > 0
+        if missing := np.count_nonzero(took_part & (np.asarray(entries["weight"]) == 0)):
+            kind = FloatingPointError if self._algorithm.nonfinite == "raise" else _WithheldError
+            raise kind(
+                f"{missing} of its updates held a NaN or an infinity or had weight 0, so the total may be of too few clients "
+                "(lower the client learning rate, or check the weights)"
+            )
 
     def _run_each(self, blobs: Blobs, facts: Mapping[str, Any]) -> list[Any]:
         """Runs the clients of a message; returns the leaves of the `fedsim.execution.Update` of each.
@@ -144,6 +170,13 @@ class Node:
 
     def _begun(self, blobs: Blobs, facts: Mapping[str, Any]) -> tuple[DividedRound, Operands, Cohort]:
         """Returns the round of a message, what its clients get, and these clients."""
+        if self._run_name is None:
+            self._run_name = facts["run"]
+        if facts["run"] != self._run_name:
+            raise ValueError(
+                f"Expected rounds of the run {self._run_name!r}, got one of the run {facts['run']!r}: start a process of the "
+                "node for each run."
+            )
         (of_clients, _), (shared, _) = decode(blobs["clients"]), decode(blobs["shared"])
         work = of_clients.pop() if facts["has_work"] else None
         key = of_clients[-1].dtype
@@ -170,13 +203,6 @@ class Node:
         name = facts["run"]
         if name and not name.isalnum():
             raise ValueError(f"Expected a name of letters and digits for a run, got {name!r}: use the same version of fedsim.")
-        if self._run_name is None:
-            self._run_name = facts["run"]
-        if facts["run"] != self._run_name:
-            raise ValueError(
-                f"Expected rounds of the run {self._run_name!r}, got one of the run {facts['run']!r}: start a process of the "
-                "node for each run."
-            )
         return self._folder / name
 
     def _memories_after(self, rounds: int, round: DividedRound, facts: Mapping[str, Any]) -> ClientRows | None:
@@ -300,7 +326,7 @@ def main(arguments: Sequence[str]) -> int:
         ("folder", Path, "where what clients keep is stored"),
         ("data", str, "the node's own data"),
         ("watch", int, "the process that this one ends with; default: its parent"),
-        ("idle", float, "the most seconds without a message"),
+        ("idle", float, "the most seconds without a message; a node with masks ignores it"),
     ):
         parser.add_argument(f"--{name}", type=kind, help=about, default=math.inf if name == "idle" else None)
     chosen = parser.parse_args(arguments)
@@ -314,7 +340,8 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    serve(node, chosen.socket, watched=chosen.watch, idle=chosen.idle)
+    # The other nodes have agreed on masks with the keys of this process, so no other process can take its place.
+    serve(node, chosen.socket, watched=chosen.watch, idle=math.inf if node.has_masks else chosen.idle)
     return 0
 
 

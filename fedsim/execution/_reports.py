@@ -87,6 +87,8 @@ def _report_idle(algorithm: FederatedAlgorithm, info: RoundInfo, cohorts: Sequen
     idle, dropped = len(cohort) - count("num_steps"), count("dropped")
     if not len(cohort):
         reason = "its cohort has no clients. Sample more clients per round"
+    elif idle == len(cohort) and cohort.num_steps(algorithm.batches).any():  # They run at nodes, see fedsim.deployment.
+        reason = f"no node sent a sum of its {len(cohort)} clients that counts. Another warning says why"
     elif idle == len(cohort):
         reason = (
             f"none of its {len(cohort)} clients took a step. Sample clients with more examples, or reduce the batch size or "

@@ -103,7 +103,7 @@ def test_a_node_that_is_silent_for_more_than_a_minute_is_away_until_it_is_heard_
 @NEEDS_FLOWER
 @pytest.mark.slow
 def test_a_node_that_is_started_again_agrees_on_new_masks(tmp_path):
-    """The round in which it was killed counts for nobody. Until it is back, the other node is alone."""
+    """The round in which it was killed counts for nobody. Until it is back, the other node is alone, and sends no sum."""
     temporary, folder = Path(tempfile.mkdtemp(prefix="f-", dir="/tmp")), tmp_path / "far"
     server = started(
         temporary, "deploy", "--nodes", "2", "--model", "digits_logistic", "--rounds", "500", "--checkpoint-every", "1",
@@ -126,7 +126,9 @@ def test_a_node_that_is_started_again_agrees_on_new_masks(tmp_path):
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=120) == 130, said_by(temporary)
         assert left_behind(temporary) == []
-        assert "because the masks of the other nodes do not cancel without the answer of node 1" in said_by(temporary)
+        assert "because the masks of the other nodes do not cancel without the sum of node 1" in said_by(temporary)
+        assert "because of the nodes that have its clients only node 0 is there" in said_by(temporary)
+        assert all(line["answered"] in ([], [0, 1]) for line in deliveries(folder))
     finally:
         if server.poll() is None:
             server.terminate()

@@ -7,19 +7,23 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import math
 
 import jax
 import numpy as np
+import optax
 import pytest
 from deployment.test_deployment import NearNodes, deployed, federation, largest_difference
 
 import fedsim
 from fedsim import deployment
 from fedsim.aggregators import Clipped, SecureMean
-from fedsim.configuration import Experiment
-from fedsim.deployment import NodeError
+from fedsim.configuration import Experiment, RunConfig, Settings
+from fedsim.deployment import Node, NodeError, _node
+from fedsim.deployment._deploy import for_nodes
 from fedsim.deployment._masks import Masks
 from fedsim.deployment._nodes import WHO
+from fedsim.execution import report_problems
 
 pytest.importorskip("cryptography")
 MEAN = SecureMean(max_weight=150.0, minimum=3)
@@ -136,15 +140,81 @@ def test_a_round_without_the_answer_of_a_node_counts_for_nobody(tmp_path):
 def test_the_sum_of_too_few_clients_is_not_asked_for(tmp_path):
     algorithm, sampler, nodes, apart = watched(tmp_path, dataclasses.replace(MEAN, minimum=5))
     state, cohort = algorithm.init(jax.random.key(0)), sampler.cohort(0)
-    few = dataclasses.replace(cohort, clients=cohort.clients[:4])
-    after, _ = apart.apply(state, few)
-    assert nodes.asked == 0
-    assert largest_difference(state.params, after.params) == 0
+    four_work = np.array([1, 1, 0, 1, 0, 1], np.float32)
+    for few in (dataclasses.replace(cohort, clients=cohort.clients[:4]), dataclasses.replace(cohort, work=four_work)):
+        with pytest.warns(UserWarning, match="No update counts in round 1, because 4 of its clients take a step, and the sum"):
+            after, info = apart.apply(state, few)
+        assert nodes.asked == 0
+        assert int(info.num_aggregated) == 0
+        assert largest_difference(state.params, after.params) == 0
     nodes.dead = {0, 1}
     with pytest.raises(
         NodeError, match="Expected at least 5 clients of round 1 at nodes that are there, got [0-4]: the sum of"
     ):
         apart.apply(state, cohort)
+
+
+def test_a_node_with_an_update_that_does_not_count_sends_no_sum(tmp_path):
+    """In round 2 the updates of node 2 are not finite, and the total of the other nodes would be that of too few clients."""
+    mean = dataclasses.replace(MEAN, minimum=5)
+    algorithm, sampler, nodes, apart = watched(tmp_path, mean, "SCAFFOLD")
+    state = other = algorithm.init(jax.random.key(0))
+    for round in range(3):
+        cohort, good = sampler.cohort(round), nodes.nodes[2]
+        work = np.full(len(cohort), round != 1, np.float32)
+        state, _ = algorithm.apply(state, dataclasses.replace(cohort, work=work))
+        if round == 1:
+            assert np.count_nonzero(cohort.clients % 3 != 2) < mean.minimum <= len(cohort)
+            diverging = dataclasses.replace(algorithm, client_optimizer=optax.sgd(1e30))
+            nodes.nodes[2] = Node(diverging, sampler, 2, 3, tmp_path / "nodes" / "2")
+            with (
+                pytest.warns(UserWarning, match="Node 2 sent no sum in round 2, because . of its updates held a NaN or an inf"),
+                pytest.warns(UserWarning, match="No update counts in round 2, because the masks of the other nodes do not"),
+            ):
+                other, info = apart.apply(other, cohort)
+            assert int(info.num_aggregated) == 0
+            assert deployment.decode(nodes.replies[2])[0] == []
+            nodes.nodes[2] = good
+        else:
+            other, _ = apart.apply(other, cohort)
+    assert largest_difference(state.params, other.params) == 0  # What clients keep is that of round 1, too.
+    raising = dataclasses.replace(diverging, nonfinite="raise")
+    nodes.nodes[2] = Node(raising, sampler, 2, 3, tmp_path / "nodes" / "2")
+    with pytest.raises(NodeError, match="Node 2: FloatingPointError: . of its updates held a NaN or an infinity"):
+        apart.apply(other, sampler.cohort(3))
+
+
+def test_a_node_that_is_alone_is_not_asked_for_its_sum(tmp_path):
+    """Its sum would have no mask. If no other node has clients in the round, it is the total."""
+    algorithm, sampler, nodes, apart = watched(tmp_path, MEAN)
+    state, cohort = algorithm.init(jax.random.key(0)), sampler.cohort(0)
+    assert np.count_nonzero(cohort.clients % 3 == 2) >= MEAN.minimum
+    nodes.dead = {0, 1}
+    with pytest.warns(
+        UserWarning, match="No update counts in round 1, because of the nodes that have its clients only node 2 is"
+    ):
+        after, info = apart.apply(state, cohort)
+    assert int(info.num_aggregated) == 0
+    assert largest_difference(state.params, after.params) == 0
+    assert deployment.decode(nodes.replies[2])[0] == []
+    (line,) = map(json.loads, (tmp_path / "deliveries.jsonl").read_text().splitlines())
+    assert line["answered"] == []
+    with pytest.warns(UserWarning, match="no node sent a sum of its 6 clients that counts. Another warning says why"):
+        report_problems(algorithm, info, [cohort])
+    own = dataclasses.replace(cohort, clients=cohort.clients[cohort.clients % 3 == 2])
+    assert int(apart.apply(state, own)[1].num_aggregated) == len(own)
+
+
+def test_a_worker_with_masks_does_not_end_when_it_is_idle(tmp_path, monkeypatch):
+    """Another process would have another key, so the round would fail whose masks the other nodes have agreed on."""
+    served = {}
+    monkeypatch.setattr(_node, "serve", lambda node, path, *, watched, idle: served.update({path: idle}))
+    for aggregator in ("mean", "secure_mean(max_weight=150)"):
+        config = RunConfig(dataset="digits(clients=12)", model="digits_logistic", aggregator=aggregator)
+        file = tmp_path / "node.json"
+        file.write_text(json.dumps(for_nodes(config, Settings(folder="x"), 2, None) | {"folder": str(tmp_path)}))
+        assert _node.main([str(file), "0", aggregator, "--idle", "5"]) == 0
+    assert served == {"mean": 5, "secure_mean(max_weight=150)": math.inf}
 
 
 def test_with_a_synchronization_model_masks_are_refused():
