@@ -75,6 +75,8 @@ def deploy(
     replace_text(folder / "nodes" / "node.json", json.dumps(given | {"folder": str(folder.absolute() / "nodes")}) + "\n")
     commands = [[sys.executable, "-m", "fedsim.deployment", str(folder / "nodes" / "node.json"), str(i)] for i in range(nodes)]
     network = FlowerNodes(FlowerProcesses(commands, port=port, wait=wait, secure=secure))
+    if settings.progress:
+        print(f"Starting {nodes} nodes: processes on this machine, which end with this command.", file=sys.stderr)
     try:
         return run_on(network, config, settings, node_data=node_data, secure=secure, table=table)
     except BaseException:
@@ -110,8 +112,6 @@ def run_on(
         built = build_deployed(config, settings, execution)
         check_deployable(built, network.count)
     known: dict[str, Any] = {"nodes": network.count, "secure": secure, "node_data": node_data, "app": app, "run": run}
-    if settings.progress:
-        print(f"Starting {network.count} nodes: processes on this machine, which end with this command.", file=sys.stderr)
     with _terminated(), network:
         if node_data is not None:
             built = build_deployed(config, settings, execution, _splits_of_nodes(config, network))
