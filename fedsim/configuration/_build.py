@@ -380,6 +380,7 @@ def _communication(cls: type[Algorithm], field: dataclasses.Field[Any], config: 
         raise ValueError(f"{cls.__name__} aggregates updates in its own way and takes no {' or '.join(given)}. Leave them out.")
     aggregator: Any
     if config.aggregator is not None:
+        _check_inner(config.aggregator)
         aggregator = make("aggregator", config.aggregator, aggregators.AGGREGATORS, aggregators.Aggregator)
     elif config.dp_clip is not None:
         clip = aggregators.AdaptiveClip() if config.dp_clip == "adaptive" else float(config.dp_clip)
@@ -417,6 +418,17 @@ def _graph(cls: type[Algorithm], config: RunConfig, nodes: int | None) -> dict[s
         "robust mixing", config.robust_mixing, decentralized.ROBUST_MIXING, decentralized.RobustMixing
     )
     return {"topology": topology, "robust_mixing": robust} | ({} if config.mixing == "auto" else {"weights": config.mixing})
+
+
+def _check_inner(text: str) -> None:
+    """Raises ``ValueError`` if an aggregator that needs every single update is given an inner one, which gives a sum."""
+    name, options = parse_call(text)
+    kind = aggregators.AGGREGATORS.get(name)
+    if "inner" in options and isinstance(kind, type) and issubclass(kind, aggregators.StackAggregator):
+        raise ValueError(
+            f"Expected {name!r} without an inner aggregator, got inner={options['inner']!r}: {name} needs every single update, "
+            "and of secure_mean, for example, the server sees the sum alone. Use one of the two."
+        )
 
 
 def _check_sum(aggregator: aggregators.Aggregator, config: RunConfig) -> None:

@@ -78,6 +78,10 @@ def test_cohorts_have_attackers_and_stragglers():
         (dict(aggregator="bucketing(inner='kurm')"), "There is no aggregator 'kurm'. Did you mean 'krum'"),
         (dict(aggregator="bucketing(inner=3)"), "Expected inner to name a registered aggregator, in quotes, got inner=3"),
         (dict(aggregator="bucketing(inner='mine.py:own')"), "Expected inner to name a registered aggregator"),
+        (
+            dict(aggregator="krum(attackers=1, inner='secure_mean(max_weight=1)')"),
+            "krum needs every single update, and of secure_mean, for example, the server sees the sum alone",
+        ),
         (dict(attack="model_replacement"), "The attack 'model_replacement' needs the option inner"),
         (dict(attack="sing_flip"), "There is no attack 'sing_flip'. Did you mean 'sign_flip'"),
         (dict(attack="sign_flip", attackers=1.5), "attackers=1.5"),
