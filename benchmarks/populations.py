@@ -318,7 +318,10 @@ def client_memories(clients: int, floats: int, cohort: int, rounds: int, chunk_b
 
 MEASUREMENTS: dict[str, Callable[..., Any]] = {
     measurement.__name__: measurement
-    for measurement in (write_tokens, open_tokens, gather, rounds, memory, client_memories, row_transfer)
+    for measurement in (
+        *(write_tokens, open_tokens, gather, rounds, cohort, write_images, first_rounds),
+        *(memory, client_memories, row_transfer),
+    )
 }
 
 if __name__ == "__main__":
