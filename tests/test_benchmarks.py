@@ -1,10 +1,13 @@
 """The benchmarks' tables contain every registered class, and the script for GPUs runs."""
 
+import re
+from pathlib import Path
+
 import jax
 import pytest
 
 import fedsim
-from benchmarks import gpu, tpu, workload
+from benchmarks import gpu, populations, tables, tpu, workload
 from benchmarks.peers import fedsim_catalogue
 
 
@@ -35,3 +38,8 @@ def test_the_estimate_of_a_round_is_the_longer_of_two_times():
     row = {"topology": "v5e:2x4", "cohort": 15, "clients": 8, "steps": 3, "flops_of_step": 197e12, "bytes_of_share": 0}
     assert tpu.seconds(row) == 6  # two clients with three steps each
     assert tpu.seconds(row | {"bytes_of_share": 819e9}) == 24
+
+
+def test_tables_name_measurements_that_exist():
+    named = set(re.findall(r'measured\(\s*args, "(\w+)"', Path(tables.__file__).read_text(encoding="utf-8")))
+    assert len(named) > 8 and named == set(populations.MEASUREMENTS)
