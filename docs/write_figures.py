@@ -75,26 +75,28 @@ def speed() -> Figure:
 
 
 def clients() -> Figure:
-    """Lines: the time of a round against the clients of a round."""
-    table = json.loads((RESULTS / "cpu-scale.json").read_text(encoding="utf-8"))
+    """Lines: the time of a round against the clients of a round, on one and two devices."""
+    table = json.loads((RESULTS / "cpu-cohorts.json").read_text(encoding="utf-8"))
     figure, axes = _axes(width=6)
-    for place, part in enumerate(table["parts"]):
-        rows = part["rows"]
-        # A client of EMNIST has 11 steps of 20 examples on average; the results state the time of a step.
+    for place, part in enumerate(
+        part for part in table["parts"] if "ms_per_round" in part["rows"][0] and "model" in part["rows"][0]
+    ):
+        rows = [row for row in part["rows"] if row["clients"] != "ratio"]
         axes.plot(
             [row["clients"] for row in rows],
-            [row["us_per_step"] for row in rows],
+            [row["ms_per_round"] / 1e3 for row in rows],
             color=COLOURS[place],
             marker=MARKERS[place],
-            label=rows[0]["model"],
+            label=f"{rows[0]['model']}, {rows[0]['devices']} device{'s' * (rows[0]['devices'] > 1)}",
         )
     axes.set(
         xscale="log",
+        yscale="log",
         xlabel="clients per round",
-        ylabel="microseconds per client step",
-        title="The time of a client step does not grow with the round",
-        ylim=(0, None),
+        ylabel="seconds per round",
+        title="Time of a round against its clients (20 images each)",
     )
+    axes.grid(alpha=0.3)
     axes.legend()
     figure.supxlabel(_stamp(table), fontsize=8)
     return figure
@@ -382,7 +384,7 @@ def round_() -> Figure:
 
 FIGURES: dict[str, tuple[Callable[[], Figure], list[Path]]] = {
     "speed": (speed, [RESULTS / "cpu-rounds.json"]),
-    "clients": (clients, [RESULTS / "cpu-scale.json"]),
+    "clients": (clients, [RESULTS / "cpu-cohorts.json"]),
     "bytes": (bytes_, [REPRODUCTIONS / "compression.json"]),
     "nmse": (nmse, [REPRODUCTIONS / "nmse_and_bytes.json"]),
     "attacks": (attacks, [REPRODUCTIONS / "robustness.json"]),

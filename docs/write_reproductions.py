@@ -72,9 +72,9 @@ VERDICTS = {
     "robustness": "Mostly the same: all robust rules but the two that clip withstand sign flips times 4, which break the mean.",
     "unus_fedavg": "As `fedavg`, whose rounds a clock does not change: 36 rounds instead of 87.",
     "unus_peers": (
-        "No published numbers: on two nodes, a round takes 4.7 s with `fedsim deploy` and 8.4 s with Flower's own strategy, which "
-        "starts a process for each message. Messages have the same size. A node takes more memory (1,037 MB instead of 628 MB), "
-        "because its worker keeps JAX and the compiled program."
+        "No published numbers: on two nodes, a round takes 4.7 s with `fedsim deploy` and 8.4 s with Flower's own strategy, "
+        "which starts a process for each message. Messages have the same size. A node takes more memory (1,037 MB instead of "
+        "628 MB), because its worker keeps JAX and the compiled program."
     ),
     "unus_dssgd": "The same order, other numbers: another network trains, and the paper's numbers are recalled.",
     "unus_staleness": (
