@@ -78,9 +78,7 @@ def clients() -> Figure:
     """Lines: the time of a round against the clients of a round, on one and two devices."""
     table = json.loads((RESULTS / "cpu-cohorts.json").read_text(encoding="utf-8"))
     figure, axes = _axes(width=6)
-    for place, part in enumerate(
-        part for part in table["parts"] if "ms_per_round" in part["rows"][0] and "model" in part["rows"][0]
-    ):
+    for place, part in enumerate(part for part in table["parts"] if "model" in part["rows"][0]):
         rows = [row for row in part["rows"] if row["clients"] != "ratio"]
         axes.plot(
             [row["clients"] for row in rows],

@@ -45,8 +45,8 @@ class Capabilities:
         ``batches.microbatch`` may divide a batch. Other algorithms refuse it.
       reads_on: clients go on to read their examples where they stopped in an earlier round, in one order of all of them, so
         examples must not arrive during the run, see `fedsim.samplers.Arriving`.
-      needed: fields without which, at their default None, it is another algorithm, and which no option of a command line gives.
-        `fedsim.configuration` therefore refuses it, unless a derived class has values for them.
+      needed: fields that no option of a command line can give. While one of them is None, the default, the algorithm is another
+        one, so `fedsim.configuration` refuses it, unless a derived class has a value for the field.
       unlabelled: it also learns from examples whose label is hidden, which is -1, see `fedsim.partitioners.hide_labels`. Other
         algorithms refuse them.
 
