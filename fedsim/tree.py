@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 Tree = Any
 
-_SMALL = 2**16  # the largest number of elements of a leaf that `psum` joins with others
+_SMALL = 2**16  # the largest number of elements of a leaf that `psum` joins with others in one process
 
 
 def add(a: Tree, b: Tree) -> Tree:
@@ -193,11 +193,13 @@ def psum(a: Tree, axis: str) -> Tree:
     """
     if jax.lax.axis_size(axis) == 1:
         return jax.lax.psum(a, axis)
-    # On a CPU, each array costs a synchronization of the devices, as long as adding tens of thousands of numbers takes.
+    # On a CPU, each array costs a synchronization of the devices, as long as adding tens of thousands of numbers takes. Between
+    # processes this takes longer than copying any array.
+    largest = math.inf if _is_between_cpu_processes() else _SMALL
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, a))
     small: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        if leaf.size <= _SMALL and not _is_divided_further(axis):
+        if leaf.size <= largest and not _is_divided_further(axis):
             small.setdefault(leaf.dtype, []).append(index)
     groups = [indices for indices in small.values() if len(indices) > 1]
     joined = [flat([leaves[index] for index in indices]) for indices in groups]
@@ -217,13 +219,17 @@ def _is_divided_further(axis: str) -> bool:
     return _WHOLE.get() is not None or jax.sharding.get_abstract_mesh().size > jax.lax.axis_size(axis)
 
 
+def _is_between_cpu_processes() -> bool:
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"
+
+
 def _all_reduced(arrays: Tree, axis: str) -> Tree:
     """`jax.lax.psum`, with the bits of one process also where CPU devices belong to several.
 
     Within a process, XLA's CPU devices add in the order of the devices. Between processes they add each part of an array in
     another order. So each device then adds one part of the array, in order.
     """
-    if jax.process_count() == 1 or jax.default_backend() != "cpu" or _is_divided_further(axis):
+    if not _is_between_cpu_processes() or _is_divided_further(axis):
         return jax.lax.psum(arrays, axis)
 
     def in_order(x: jax.Array) -> jax.Array:
