@@ -2,12 +2,14 @@
 
     python -m benchmarks.sharding
 
-Clients train a dense network on random images. The two processes run on this machine and exchange messages on loopback.
+Clients train a dense network on random images. The two processes run on this machine, each on one core, as a scheduler such as
+SLURM starts them, and exchange messages on loopback.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -57,6 +59,9 @@ def started(arguments: list[str]) -> float:
 
 
 def process(processes: str, address: str, number: str) -> float:
+    if address:
+        # Otherwise each process would divide its products over the cores of both.
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(number)]})
     fedsim.use_all_cores(2 // int(processes))
     if address:
         fedsim.distributed.initialize(address, int(processes), int(number))
