@@ -82,7 +82,7 @@ def _others(tables: dict[str, Any]) -> str:
 
 def _gpu(table: dict[str, Any] | None) -> str:
     if table is None:
-        return "- This version has not been measured on a GPU; `python -m benchmarks.gpu` does it in six minutes."
+        return "- This version has not been measured on a GPU; `python -m benchmarks.gpu` does it."
     rows = "; ".join(
         f"{row['model']}, {row['clients']:,} clients: {row['ms a round']:.3g} ms"
         + (" (deterministic)" if row["deterministic"] else "")
