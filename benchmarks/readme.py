@@ -129,6 +129,17 @@ def decentralized() -> str:
     )
 
 
+def notebooks() -> str:
+    """Returns the table of ``docs/notebooks.md`` with the seconds of ``cpu-notebooks.json`` in its last column."""
+    table = json.loads((RESULTS / "cpu-notebooks.json").read_text())
+    text = section("docs/notebooks.md", "times").group()
+    for name, seconds in table["processor_seconds"].items():
+        text = re.sub(rf"(?m)(/{name}\.ipynb\).*\|)[^|\n]*\|$", rf"\1 {seconds:.0f} s |", text)
+    return re.sub(
+        r"(?m)^Measured .*$", f"Measured by `python -m benchmarks.notebooks`: {_machine(table)}; jax {table['jax']}.", text
+    )
+
+
 def _machine(stamp: dict[str, Any]) -> str:
     commit, _, changed = stamp["commit"].partition(" ")
     return f"{stamp['cpu']}, {stamp['cores']} cores, {stamp['date'][:10]}, commit {commit[:7]}{' ' * bool(changed)}{changed}"
@@ -166,6 +177,7 @@ PAGES = {
     ("docs/primitives.md", "measured"): primitives,
     ("benchmarks/README.md", "decentralized"): decentralized,
     ("docs/scale.md", "tpu"): tpu_page.section,
+    ("docs/notebooks.md", "times"): notebooks,
 }
 
 
