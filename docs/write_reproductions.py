@@ -11,9 +11,10 @@ from fedsim import reproductions
 
 HERE = Path(__file__).parent
 HEAD = """\
-# Reproductions of published experiments, and comparisons without a published number
+# Reproductions of published experiments
 
-A page for each experiment begins with a verdict and has the rows with a published number, all rows, the set-up and the machine.
+There is a page for each experiment, also for comparisons of this project that have no published number. It begins with a
+verdict, and has the rows with a published number, the set-up, all rows, and the machine.
 Numbers are *near* if they differ from the paper's by at most 10 %, and a statement, such as "SCAFFOLD is faster than FedAvg",
 *holds* if it is true in most seeds.
 
@@ -26,12 +27,12 @@ These pages are written by `fedsim reproduce NAME --data DIR --out docs/reproduc
 `python docs/write_reproductions.py`. `fedsim reproduce` lists the experiments, `--only CASE` runs some cases of one, and
 `--quick` is a short test. The settings, the values of every seed, the machine, the date, the commit and the versions of each
 row are in `docs/reproductions/NAME.json`.
-*paper* is the number that the experiment's paper states, and a dash where it states none. The notes of an experiment say so if
-the column has another source: scikit-learn in `vertical`, a replication in `fedprox` and `niid_mnist`, a closed form in
-`secagg_cost`, laws of theory in `nmse_and_bytes`, recalled numbers in `unus_dssgd`.
+*paper* is the number that the experiment's paper states, and a dash where it states none. If the numbers have another source,
+the column has its name, such as *closed form*, or the cell says so: *replication*, *recalled*.
 *ours* is the mean and the standard deviation over seeds; the error of a result with a single seed is unknown.
 *time* is the time of all runs of a row on the machine below the table, which did other work at the same time, so it does not
-measure speed. Experiments that are smaller than the paper's are marked REDUCED.
+measure speed. Experiments that are smaller than the paper's are marked REDUCED. The names `unus_*` are those of experiments on
+what UNUS implements, a framework for federated learning (K.-J. Hsu, master's thesis, National Tsing Hua University, 2021).
 """
 
 # What the rows mean, in one sentence; tests/test_docs.py finds the numbers of rounds, points and seeds in the rows of its page.
@@ -57,8 +58,8 @@ VERDICTS = {
     ),
     "niid_mnist": (
         "The same leader in one short run on a tenth of the images: SCAFFOLD is the most accurate, and does not fail as in "
-        "one of two independent replications. The column *paper* has the numbers of the other, in which FedNova is last; here "
-        "FedNova comes second, and FedAvg is last."
+        "one of two independent replications. The column *replication* has the numbers of the other, in which FedNova is last; "
+        "here FedNova comes second, and FedAvg is last."
     ),
     "personalization": (
         "The same order, a smaller gain: fine-tuning raises the mean over writers from 82.8 ± 0.3 to 83.7 ± 0.2, and in "
@@ -124,8 +125,8 @@ VERDICTS = {
         "are the fewest for ε ≤ 2, as in the tutorial, with all writers and by Rényi divergences; ε is far larger with 300."
     ),
     "secagg_cost": (
-        "A client sends and receives the bytes of the closed form, less than 1 % off; only two of the numbers in *paper* are "
-        "published, and the closed form gives both. The time of a client grows with the number of clients in SecAgg, and "
+        "A client sends and receives the bytes of the closed form, less than 1 % off; the paper states two of its "
+        "numbers, and the closed form gives both. The time of a client grows with the number of clients in SecAgg, and "
         "hardly in SecAgg+. That of the server grows with the clients that drop out and, without any, nearly with the cube of "
         "the clients in SecAgg, for the reconstruction of secrets from shares."
     ),
@@ -158,13 +159,8 @@ VERDICTS = {
     ),
     "transfer": "No published numbers: a comparison of this project, see [its own page](../few_labels.md).",
 }
-# What the column *paper* has, where that is not a paper's number.
-SOURCES = {
-    "vertical": "scikit-learn",
-    "niid_mnist": "the replication",
-    "secagg_cost": "the closed form",
-    "nmse_and_bytes": "the theory",
-}
+# Where the numbers come from that ours are compared with, if not from the paper: the name of their column.
+SOURCES = {"vertical": "scikit-learn", "niid_mnist": "replication", "secagg_cost": "closed form", "nmse_and_bytes": "theory"}
 PICTURES = {
     "compression": ("bytes", "Test accuracy against bits per parameter, for each compressor"),
     "nmse_and_bytes": ("nmse", "Normalized mean squared error against the bytes of a message, for each compressor"),
@@ -227,22 +223,24 @@ def _page(name: str, rows: Rows) -> str:
     reproduction = reproductions.REPRODUCTIONS[name]
     near, numbers, hold, statements = counts(rows)
     lines = [f"# {name}", "", f"**{verdict_of(name, rows)}**", "", f"{reproduction.title}.", ""]
+    source = SOURCES.get(name, "paper")
     if numbers or statements:
-        parts = [f"Near {SOURCES.get(name, 'the paper')}'s: {near} of {numbers} numbers."] * bool(numbers)
-        lines += [" ".join([*parts, *[f"Hold: {hold} of {statements} statements."] * bool(statements)]), ""]
+        whose = source if source == "scikit-learn" else f"the {source}"
+        parts = [f"{near} of {numbers} numbers are near those of {whose}."] * bool(numbers)
+        lines += [" ".join([*parts, *[f"{hold} of {statements} statements hold."] * bool(statements)]), ""]
     if rows:
-        own = f"results_{name}", f"Results of {name}, a point for each row, beside the paper's where it has any"
+        own = f"results_{name}", f"Results of {name}, a point for each row, beside that of the {source} where it has one"
         file, text = PICTURES.get(name, own)
         lines += [f"![{text}](../figures/{file}.png)", ""]
     published = [row for row in rows if row["paper"]]
     if 0 < len(published) < len(rows) and len(published) <= 24:
         heading = "## With a number to compare with" if name in SOURCES else "## With a published number"
-        lines += [heading, "", reproductions.markdown_table(published), ""]
+        lines += [heading, "", reproductions.markdown_table(published, source), ""]
     lines += ["## Set-up", "", reproduction.paper, "", reproduction.notes, ""]
     missing = [case for case in reproduction.cases(reproductions.Request()) if case not in {row["id"] for row in rows}]
     if rows:
         machines = dict.fromkeys(f"{row['cpu']}, {row['cores']} cores, {row['device']}, {row['date'][:10]}" for row in rows)
-        table = reproductions.markdown_table(rows)
+        table = reproductions.markdown_table(rows, source)
         folded = [f"<details><summary>{len(rows)} rows</summary>", "", table, "", "</details>"] if len(rows) > 30 else [table]
         lines += ["## All results", "", *folded, "", f"Machine: {'; '.join(machines)}.", ""]
     if missing:
