@@ -158,8 +158,8 @@ def numbers() -> str:
     return (
         f"- **Fast.** Other libraries take these multiples of fedsim's time for the same rounds ({named}): "
         f"{'; '.join(ratios)}.\n"
-        f"  Evaluation with FedJAX takes {fedjax['relative_to_fedsim']:.3g} times as long. {_machine(tables['rounds'])}; "
-        f"[all numbers](docs/speed.md).\n"
+        f"  Evaluation with FedJAX takes {fedjax['relative_to_fedsim']:.3g} times as long ({_machine(tables['rounds'])}). "
+        f"[Speed](docs/speed.md) has all numbers.\n"
         "- **Large populations.** A round over 1,000,000 clients, streamed from a file, takes "
         f"{_streamed(tables['data']):.2f} times as long as over 1,000\n  ({_machine(tables['data'])}).\n"
     )
