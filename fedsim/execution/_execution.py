@@ -120,6 +120,9 @@ class Jit(Execution):
         algorithm's numbers. Programs then depend on the size of the largest client, a round is always one program, and
         ``memory`` is ``"resident"``.
 
+    Raises:
+      ValueError: ``lanes`` is not a positive whole number, or another attribute has a value that is not described.
+
     >>> Jit(lanes=4)
     Jit(lanes=4, memory='auto', deterministic=False, differentiable=False)
     """
