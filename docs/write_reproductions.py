@@ -28,7 +28,7 @@ These pages are written by `fedsim reproduce NAME --data DIR --out docs/reproduc
 `--quick` is a short test. The settings, the values of every seed, the machine, the date, the commit and the versions of each
 row are in `docs/reproductions/NAME.json`.
 *paper* is the number that the experiment's paper states, and a dash where it states none. If the numbers have another source,
-the column has its name, such as *closed form*, or the cell says so: *replication*, *recalled*.
+the column has its name, such as *theory*, or the cell says so: *replication*, *recalled*.
 *ours* is the mean and the standard deviation over seeds; the error of a result with a single seed is unknown.
 *time* is the time of all runs of a row on the machine below the table, which did other work at the same time, so it does not
 measure speed. Experiments that are smaller than the paper's are marked REDUCED. The names `unus_*` are those of experiments on
@@ -160,7 +160,12 @@ VERDICTS = {
     "transfer": "No published numbers: a comparison of this project, see [its own page](../few_labels.md).",
 }
 # Where the numbers come from that ours are compared with, if not from the paper: the name of their column.
-SOURCES = {"vertical": "scikit-learn", "niid_mnist": "replication", "secagg_cost": "closed form", "nmse_and_bytes": "theory"}
+SOURCES = {
+    "vertical": "scikit-learn",
+    "niid_mnist": "replication",
+    "secagg_cost": "paper or closed form",
+    "nmse_and_bytes": "theory",
+}
 PICTURES = {
     "compression": ("bytes", "Test accuracy against bits per parameter, for each compressor"),
     "nmse_and_bytes": ("nmse", "Normalized mean squared error against the bytes of a message, for each compressor"),
