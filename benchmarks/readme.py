@@ -82,7 +82,7 @@ def _others(tables: dict[str, Any]) -> str:
 
 def _gpu(table: dict[str, Any] | None) -> str:
     if table is None:
-        return "- This version has not been measured on a GPU; `python -m benchmarks.gpu` does it in six minutes."
+        return "- This version has not been measured on a GPU; `python -m benchmarks.gpu` does it."
     rows = "; ".join(
         f"{row['model']}, {row['clients']:,} clients: {row['ms a round']:.3g} ms"
         + (" (deterministic)" if row["deterministic"] else "")
@@ -129,6 +129,17 @@ def decentralized() -> str:
     )
 
 
+def notebooks() -> str:
+    """Returns the table of ``docs/notebooks.md`` with the seconds of ``cpu-notebooks.json`` in its last column."""
+    table = json.loads((RESULTS / "cpu-notebooks.json").read_text())
+    text = section("docs/notebooks.md", "times").group()
+    for name, seconds in table["processor_seconds"].items():
+        text = re.sub(rf"(?m)(/{name}\.ipynb\).*\|)[^|\n]*\|$", rf"\1 {seconds:.0f} s |", text)
+    return re.sub(
+        r"(?m)^Measured .*$", f"Measured by `python -m benchmarks.notebooks`: {_machine(table)}; jax {table['jax']}.", text
+    )
+
+
 def _machine(stamp: dict[str, Any]) -> str:
     commit, _, changed = stamp["commit"].partition(" ")
     return f"{stamp['cpu']}, {stamp['cores']} cores, {stamp['date'][:10]}, commit {commit[:7]}{' ' * bool(changed)}{changed}"
@@ -147,8 +158,8 @@ def numbers() -> str:
     return (
         f"- **Fast.** Other libraries take these multiples of fedsim's time for the same rounds ({named}): "
         f"{'; '.join(ratios)}.\n"
-        f"  Evaluation with FedJAX takes {fedjax['relative_to_fedsim']:.3g} times as long. {_machine(tables['rounds'])}; "
-        f"[all numbers](docs/speed.md).\n"
+        f"  Evaluation with FedJAX takes {fedjax['relative_to_fedsim']:.3g} times as long ({_machine(tables['rounds'])}). "
+        f"[Speed](docs/speed.md) has all numbers.\n"
         "- **Large populations.** A round over 1,000,000 clients, streamed from a file, takes "
         f"{_streamed(tables['data']):.2f} times as long as over 1,000\n  ({_machine(tables['data'])}).\n"
     )
@@ -166,6 +177,7 @@ PAGES = {
     ("docs/primitives.md", "measured"): primitives,
     ("benchmarks/README.md", "decentralized"): decentralized,
     ("docs/scale.md", "tpu"): tpu_page.section,
+    ("docs/notebooks.md", "times"): notebooks,
 }
 
 

@@ -127,6 +127,12 @@ def train(name: str, data: Path, seed: int) -> dict[str, Any]:
     }
 
 
+def recorded() -> list[dict[str, Any]]:
+    """Returns the committed results."""
+    paths = [RESULTS / f"run-{name}.json" for name in RUNS]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
 def page(records: list[dict[str, Any]]) -> str:
     """Returns the text of ``docs/runs.md``."""
     lines = [
@@ -153,7 +159,8 @@ def page(records: list[dict[str, Any]]) -> str:
         config = dict(record["config"])
         published = fedsim.configuration.published(config["dataset"], config["algorithm"], config["model"]).values
         usual = dataclasses.asdict(RunConfig()) | published
-        config = {name: value for name, value in config.items() if value != usual[name]}
+        # A record of an earlier version may have an option that has another name now; none of them was given in these runs.
+        config = {name: value for name, value in config.items() if name in usual and value != usual[name]}
         config |= config.pop("hyperparameters", {})
         given = " ".join(f"--{k.replace('_', '-')} {_shell(v)}" for k, v in config.items())
         lines += [
@@ -197,11 +204,9 @@ def main() -> None:
     for name in args.only if args.data else ():
         record = train(name, args.data, args.seed)
         (RESULTS / f"run-{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    written = [RESULTS / f"run-{name}.json" for name in RUNS]
-    records = [json.loads(path.read_text()) for path in written if path.exists()]
-    for record in records:
+    for record in recorded():
         draw(record)
-    (DOCS / "runs.md").write_text(page(records), encoding="utf-8")
+    (DOCS / "runs.md").write_text(page(recorded()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -104,11 +104,11 @@ def draw(file: Path) -> None:
             look = style(number) | {"linestyle": "-" if at == 0 else ":"}
             x, y = [TOPOLOGIES[row["topology"]] for row in same], [row[name] / same[0][name] for row in same]
             chips.plot(x, y, label=f"{model}, {label}", **look)
-    chips.set(title="a chip of v5e, relative to 8 chips", xlabel="chips, two clients for each", ylim=(0, 1.5))
+    chips.set(title="program of a v5e chip", xlabel="chips, two clients for each", ylabel="relative to 8 chips", ylim=(0, 1.5))
     for number, (loop, label) in enumerate(_LOOPS.items()):
         same = [row for row in rows("loops", loop=loop) if "failed" not in row]
         loops.plot([row["cohort"] for row in same], [row["compile_processor_s"] for row in same], label=label, **style(number))
-    loops.set(title="EMNIST's CNN: compiler, s of processor", xlabel="clients of a round, on one chip")
+    loops.set(title="compilation, EMNIST's CNN", xlabel="clients of a round, on one chip", ylabel="seconds of the processor")
     loops.set_ylim(bottom=0)
     for number, (topology, clients) in enumerate([("cpu", 1), ("cpu", 8), ("v5e:2x4", 1), ("v5e:2x4", 8)]):
         same = [row for row in rows("FedJAX", topology=topology, clients=clients) if "failed" not in row]
@@ -117,7 +117,7 @@ def draw(file: Path) -> None:
         y = [min(row["round_s"]) if topology == "cpu" else seconds(row) for row in same]
         label = f"virtual CPU devices: {clients}, measured" if topology == "cpu" else f"chips of v5e: {clients}, estimate"
         times.plot([row["cohort"] for row in same], y, label=label, **style(number))
-    times.set(title="Stack Overflow's LSTM: a round, s", xlabel="clients of a round")
+    times.set(title="a round, Stack Overflow's LSTM", xlabel="clients of a round", ylabel="seconds")
     for axes in (chips, times):
         logarithmic(axes.xaxis)
     logarithmic(times.yaxis)

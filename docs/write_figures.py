@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import re
+import runpy
 import sys
 import textwrap
 from collections.abc import Callable
@@ -171,6 +172,8 @@ def nmse() -> Figure:
         ylabel="normalized mean squared error",
         title="Error against bytes: vectors from LogNormal(0, 1)",
     )
+    axes.set_xticks([200, 500, 1000, 2000], ["200", "500", "1,000", "2,000"])
+    axes.set_xticks([], minor=True)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
@@ -245,6 +248,7 @@ def first_number(text: str | None) -> float | None:
 
 def results(path: Path) -> Figure:
     """Points: the rows of a reproduction with their least and most over seeds, beside the paper's; a panel for each measure."""
+    source = runpy.run_path(str(HERE / "write_reproductions.py"))["SOURCES"].get(path.stem, "paper")
     measures: dict[str, list[dict[str, Any]]] = {}
     for row in _rows(path):
         if first_number(row["ours"].removeprefix("> ")):
@@ -283,10 +287,8 @@ def results(path: Path) -> Figure:
             )
             drawn += [scale * min(values), scale * max(values)]
             if (paper := first_number(row["paper"])) is not None:
-                given = [line.get_label() for line in axes.lines]
-                axes.plot(
-                    paper, at, marker="D", color=COLOURS[4], mfc="none", ls="", label=None if "paper" in given else "paper"
-                )
+                label = None if source in [line.get_label() for line in axes.lines] else source
+                axes.plot(paper, at, marker="D", color=COLOURS[4], mfc="none", ls="", label=label)
                 drawn.append(paper)
         axes.set_yticks(range(len(rows)), [textwrap.shorten(row["case"], 64, placeholder=" …") for row in rows], fontsize=8)
         axes.set_ylim(len(rows) - 0.4, -0.6)

@@ -53,7 +53,8 @@ def label_distances(data: FederatedData | Any, partition: Partition | None = Non
     """Computes each client's distance from the population's label distribution, ``float64 [clients]`` in [0, 2].
 
     The distance is the sum over labels of \\|p_k(y) - p(y)\\|, where p_k is the distribution of client k and p that of all
-    clients' examples together. It is NaN for a client without labelled examples.
+    clients' examples together. It is NaN for a client without labelled examples. Arguments and errors are those of
+    `label_counts`.
 
     >>> label_distances([0, 0, 1, 1], [np.array([0, 1]), np.array([2, 3])]).tolist()
     [1.0, 1.0]
@@ -68,6 +69,8 @@ def label_distances(data: FederatedData | Any, partition: Partition | None = Non
 def label_emd(data: FederatedData | Any, partition: Partition | None = None, *, feature: str = "y") -> float:
     """Computes the mean of `label_distances` over clients that have one, each weighted equally: 0 if all are equal, below 2.
 
+    Arguments and errors are those of `label_counts`.
+
     >>> label_emd([0, 0, 1, 1], [np.array([0, 2]), np.array([1, 3])])
     0.0
     """
@@ -79,7 +82,7 @@ def label_emd(data: FederatedData | Any, partition: Partition | None = None, *, 
 def effective_classes(data: FederatedData | Any, partition: Partition | None = None, *, feature: str = "y") -> np.ndarray:
     """Computes each client's effective number of labels, exp(entropy), ``float64 [clients]``; 0 without any.
 
-    A client with k equally frequent labels has k effective labels.
+    A client with k equally frequent labels has k effective labels. Arguments and errors are those of `label_counts`.
 
     >>> effective_classes([0, 1, 2, 0, 0], [np.array([0, 1, 2]), np.array([3, 4])]).round(6).tolist()
     [3.0, 1.0]

@@ -1,8 +1,10 @@
 """The pages in docs/ equal the output of their scripts, and every link to the repository has the right address."""
 
 import importlib
+import json
 import re
 import runpy
+import statistics
 import subprocess
 import sys
 import tomllib
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import fedsim
+from benchmarks import readme, runs
 from fedsim import aggregators, attacks, compressors, datasets, decentralized, vertical
 from fedsim.reproductions import REPRODUCTIONS
 
@@ -311,6 +314,64 @@ def test_tables_of_four_ways_are_those_of_its_script():
     written = runpy.run_path(str(DOCS / "write_four_ways.py"))["page"]()
     assert written == (DOCS / "four_ways.md").read_text(encoding="utf-8"), "run: python docs/write_four_ways.py"
     assert written.count("| **offloading** |") == 3 + 2 and "| asynchronous |" in written
+
+
+def test_page_of_runs_is_that_of_the_committed_results():
+    assert runs.page(runs.recorded()) == (DOCS / "runs.md").read_text(encoding="utf-8"), "run: python -m benchmarks.runs"
+
+
+def sentences():
+    """Yields parts of sentences with the numbers of the committed results, each with the page that has it."""
+    rows_of = runpy.run_path(str(DOCS / "write_reproductions.py"))["rows_of"]
+    ours = {
+        (name, row["case"], row["measure"]): row["ours"]
+        for name in ("unus_peers", "unus_fedavg")
+        for row in rows_of(name)
+        if row["ours"]
+    }
+    round_, sent = "seconds of a round, median", "bytes of a round"
+    fedsim_, flower = (("unus_peers", case) for case in ("fedsim deploy", "FedAvg of Flower"))
+    size = float(ours[*fedsim_, sent].replace(",", "")) / 2  # two nodes
+    deployed = ours["unus_fedavg", "2NN, IID, E = 1, B = 10, on 4 nodes", "seconds of a deployed round, median"]
+    yield "deployment", f"({size / 1000:.0f} kB in each direction), a round takes {ours[*fedsim_, round_]} s"
+    yield "deployment", f"with Flower's own strategy {ours[*flower, round_]} s"
+    yield "deployment", f"with four nodes and MNIST's 2NN, {deployed} s"
+
+    rows = rows_of("four_ways")
+    skewed, unequal = (
+        next(row for row in rows if row["id"] == case and row["case"].endswith("collaborative") and row["details"])
+        for case in ("skewed", "imbalance")
+    )
+    mean_of_models = [re.search(r"models has ([\d.]+)", row["note"])[1] for row in (skewed, unequal)]
+    minutes = sum(row["seconds"] for row in rows if row["id"] == "imbalance") / 60
+    yield "four_ways", f"({skewed['ours'].split()[0]} against {mean_of_models[0]} %)"
+    yield "four_ways", f"the mean of all models has {mean_of_models[1]} %"
+    yield "four_ways", f"All runs of this case took {minutes:.1f} minutes on two cores"
+
+    rows = {(row["case"], row["measure"]): row for row in rows_of("data_parallel")}
+    epoch, target = "simulated seconds per epoch of 128 gradients", "simulated seconds to 93%"
+    mean = {key: statistics.mean(row["values"]) for key, row in rows.items() if key[1] in (epoch, target)}
+    one, none = (mean[f"{slow} of 8 workers slow: synchronous", epoch] for slow in (1, 0))
+    yield "four_ways", f"a single slow one makes an epoch {one / none:.1f} times as long"
+    for slow, words in ((0, "without slow workers"), (4, "with four")):
+        gossip, server = (mean[f"{slow} of 8 workers slow: {way}", target] for way in ("AD-PSGD", "asynchronous"))
+        yield "four_ways", f"{gossip:.1f} s instead of {server:.1f} s {words}"
+
+    compiled = json.loads((readme.RESULTS / "tpu-compile.json").read_text())["rows"]
+    sizes = {row["model"]: row["parameters"] for row in compiled if "parameters" in row}
+    large = f"{sizes['lm_350m'] / 1e6:.0f} million, {sizes['lm_1b'] / 1e9:.2f} billion and {sizes['lm_8b'] / 1e9:.2f} billion"
+    yield "models", f"{large} parameters"
+    lstm = [row for row in compiled if row["model"] == "stackoverflow_lstm"]
+    memory = {row["topology"]: row["bytes_of_chip"] / 1e6 for row in lstm if row["table"] == "topologies"}
+    yield "scale", f"{memory['v5e:4x8']:.0f} MB on 32 chips and {memory['v5e:8x8']:.0f} MB on 64"
+    times = {row["clients"]: min(row["round_s"]) for row in lstm if row["cohort"] == 64 and "round_s" in row}
+    yield "scale", f"With 64 clients they took {times[8]:.0f} s, and one device {times[1]:.0f} s (shortest of three rounds)"
+
+
+def test_sentences_have_the_numbers_of_the_committed_results():
+    texts = {page: " ".join((DOCS / f"{page}.md").read_text(encoding="utf-8").split()) for page, _ in sentences()}
+    missing = [f"{page}: {words}" for page, words in sentences() if words not in texts[page]]
+    assert len(texts) == 4 and missing == []
 
 
 def test_page_of_datasets_has_a_section_for_each_and_links_to_it():

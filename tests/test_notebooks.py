@@ -4,7 +4,9 @@ import fnmatch
 import glob
 import importlib.machinery
 import importlib.util
+import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -19,6 +21,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
 
 import fedsim
+from benchmarks import readme
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
@@ -48,6 +51,15 @@ def test_all_notebooks_exist():
         *("quickstart", "custom_algorithm", "datasets", "heterogeneous_clients", "compression_and_attacks"),
         *("differentiate", "asynchronous", "decentralized", "privacy"),
     }
+
+
+def test_every_notebook_says_how_long_it_takes():
+    """The page of notebooks has the same seconds (``tests/test_readme.py``)."""
+    seconds = json.loads((readme.RESULTS / "cpu-notebooks.json").read_text())["processor_seconds"]
+    assert set(seconds) == {path.stem for path in NOTEBOOKS}
+    assert len(re.findall(r"\| \d+ s \|$", readme.notebooks(), re.MULTILINE)) == len(NOTEBOOKS)
+    for path in NOTEBOOKS:
+        assert f"A run takes {seconds[path.stem]:.0f} s of a CPU, all cores added up;" in read(path).cells[0].source
 
 
 @pytest.mark.slow

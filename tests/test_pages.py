@@ -1,7 +1,12 @@
 """The Python blocks of pages in docs/ run and print what their comments say; the names in their tables exist and are used."""
 
 import functools
+import os
 import re
+import shlex
+import subprocess
+import sys
+from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
 
 import jax
@@ -52,6 +57,33 @@ def test_the_blocks_of_a_short_page_print_what_their_comments_say(name, count, c
     _, blocks = page(name)
     assert len(blocks) == count
     run_blocks(blocks, capsys)
+
+
+# What differs between machines: the devices, their memory, and times.
+VARIES = r"\d+ CPU devices|[\d.]+ \wB (?:per device|free)|[\d.]+ m?s\b|(?<=0\.4857) +[\d.]+$"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), {"comparison": 1, "plans": 1, "systems": 2}.items())
+def test_commands_of_a_page_print_what_it_shows(name, count, tmp_path):
+    """In a block, a line ``$ COMMAND`` is followed by what the command prints, if anything is shown of it."""
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}  # the options of users
+    compared = 0
+    for block in re.findall(r"^```\n(\$ .*?)^```$", page(name)[0], re.MULTILINE | re.DOTALL):
+        for command, shown in re.findall(r"^\$ (.*)\n((?:[^$\n].*\n|\n)*)", block, re.MULTILINE):
+            run = subprocess.run(
+                [sys.executable, "-m", *shlex.split(command)],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                encoding="utf-8",
+            )
+            assert run.returncode == 0, run.stderr
+            if shown:
+                expected, printed = (re.sub(VARIES, "N", text, flags=re.MULTILINE) for text in (shown, run.stdout))
+                assert OutputChecker().check_output(expected, printed, ELLIPSIS | NORMALIZE_WHITESPACE), run.stdout
+                compared += 1
+    assert compared == count
 
 
 def counterparts(name="migration"):

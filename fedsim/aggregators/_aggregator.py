@@ -254,6 +254,9 @@ class Wrapper(Aggregator):
     Attributes:
       inner: the aggregator that is modified.
 
+    Raises:
+      ValueError: ``inner`` is not an `Aggregator`.
+
     >>> Wrapper(inner=Sum()).finish(WeightedTotal(jnp.float32(3), jnp.float32(2))).item()
     3.0
     """

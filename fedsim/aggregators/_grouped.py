@@ -38,6 +38,9 @@ class Grouped(Wrapper):
       groups: number of groups, at least 1.
       inner: the aggregator of the updates of one group.
 
+    Raises:
+      ValueError: ``groups`` is not a positive whole number, or ``inner`` is a secure sum.
+
     >>> means = Grouped(groups=3)
     >>> accumulator = means.zero(Member(jnp.int32(0), jnp.zeros(())), slots=2)
     >>> for slot, (group, value) in enumerate([(0, 1.0), (2, 4.0), (2, 6.0)]):

@@ -39,6 +39,9 @@ class MinNorm(StackAggregator):
     Attributes:
       epsilon: the largest difference of λ_k from the normalized weight of client k, in [0, 1].
 
+    Raises:
+      ValueError: ``epsilon`` is not in ``[0, 1]``.
+
     >>> two = {"w": jnp.array([[2.0, 0.0], [0.0, 5.0]])}
     >>> [(100 * MinNorm(epsilon).combine(two, jnp.array([3.0, 1.0]))["w"]).round().tolist() for epsilon in (0.0, 0.1, 1.0)]
     [[75.0, 25.0], [65.0, 35.0], [50.0, 50.0]]

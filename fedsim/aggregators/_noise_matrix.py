@@ -37,6 +37,9 @@ class NoiseMatrix:
       rounds: n, the number of rows, for which the matrix is made.
       is_toeplitz: whether C[i, j] depends on i - j alone; then it is not negative, and does not increase with i - j.
 
+    Raises:
+      ValueError: ``rounds`` is not a positive whole number.
+
     >>> BinaryTree(rounds=4).rounds, BinaryTree.is_toeplitz
     (4, False)
     """

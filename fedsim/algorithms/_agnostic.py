@@ -85,6 +85,9 @@ class AgnosticFedAvg(FedAvg):
       model, batches, client_optimizer, server_optimizer: see `FedAvg`.
       weighting: do not set it, because the domains determine the clients' weights.
 
+    Raises:
+      ValueError: an attribute is out of its range, or ``weighting`` is given.
+
     >>> import numpy as np, optax, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros([6, 28, 28, 1], np.uint8), "y": np.zeros(6, np.int32),
     ...                                          "domain": np.array([0, 1, 1, 1, 1, 1])}, sizes=[4, 2])

@@ -35,6 +35,9 @@ class Ditto(FedAvg):
       lam: at least 0. With 0, clients train alone. Larger values keep them closer to the global model. The paper tries 0.05 to
         2.
 
+    Raises:
+      ValueError: ``lam`` is negative.
+
     >>> import jax, numpy as np, optax, fedsim
     >>> x = np.concatenate([np.zeros([3, 8, 8, 1], np.uint8), np.full([3, 8, 8, 1], 16, np.uint8)])
     >>> data = fedsim.FederatedData.from_arrays({"x": x, "y": np.repeat(np.int32([0, 1]), 3)}, sizes=[3, 3])

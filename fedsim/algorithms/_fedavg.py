@@ -42,6 +42,9 @@ class FedAvg(Algorithm):
       server_optimizer: an optax transformation. The default is SGD with learning rate 1.
       weighting: ``"examples"`` weights a client by its number of examples, ``"uniform"`` by 1.
 
+    Raises:
+      ValueError: an attribute is not of the kind that is described.
+
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
     ...     {"x": np.zeros([6, 28, 28, 1], np.uint8), "y": np.zeros(6, np.int32)}, sizes=[4, 2])

@@ -120,6 +120,9 @@ class FedMatch(FedAvg):
       helper_every: the interval in rounds between rounds with helpers.
       weak, strong, augmented, server_examples: see `FixMatch`.
 
+    Raises:
+      ValueError: an attribute is out of its range.
+
     >>> import fedsim, optax
     >>> algorithm = FedMatch(
     ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.01), batches=fedsim.Batches(size=10))

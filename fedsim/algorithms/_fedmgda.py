@@ -30,6 +30,9 @@ class FedMGDA(FedAvg):
         of the aggregator, 0.1 by default.
       model, batches, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
+    Raises:
+      ValueError: ``epsilon`` is not in ``[0, 1]``, or is also set in ``aggregator``.
+
     >>> import optax, fedsim
     >>> FedMGDA(
     ...     model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=20),

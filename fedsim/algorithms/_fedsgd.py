@@ -38,6 +38,9 @@ class FedSGD(Algorithm):
       weighting: ``"examples"`` weights a client by its number of examples, ``"uniform"`` by 1.
       batches: default: one pass, 256 examples at a time, in stored order.
 
+    Raises:
+      ValueError: an attribute is not of the kind that is described.
+
     >>> import jax, numpy as np, optax, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
     ...     {"x": np.zeros([6, 28, 28, 1], np.uint8), "y": np.zeros(6, np.int32)}, sizes=[4, 2])

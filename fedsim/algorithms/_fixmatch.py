@@ -54,6 +54,10 @@ class FixMatch(FedAvg):
       augmented: name of the feature that is augmented.
       server_examples: the labelled examples of the server, feature name to array ``[n, ...]``; None if it has none.
 
+    Raises:
+      ValueError: an attribute is out of its range, or ``server_examples`` are given and parts of the model change besides its
+        parameters.
+
     >>> import fedsim, optax
     >>> data = fedsim.datasets.load("digits").train
     >>> few = fedsim.partitioners.hide_labels(data, fraction=0.1, seed=0)

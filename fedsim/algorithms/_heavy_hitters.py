@@ -61,6 +61,9 @@ class HeavyHitters(Statistics):
       top: how many items `evaluate` compares.
       feature, batches: see `Statistics`.
 
+    Raises:
+      ValueError: an attribute is not a positive whole number, or the feature has no integers.
+
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"y": np.array([7, 7, 7, 3, 3, 900])}, sizes=[4, 2])
     >>> hitters = HeavyHitters(num_items=1000)

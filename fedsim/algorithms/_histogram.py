@@ -46,6 +46,9 @@ class Histogram(Statistics):
       bins: at least 1.
       feature, batches: see `Statistics`.
 
+    Raises:
+      ValueError: ``bins`` is not a positive whole number, or ``low`` is not below ``high``.
+
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.0, 0.1, 0.6, 1.0, 7.0], np.float32)}, sizes=[3, 2])
     >>> histogram = Histogram(bins=2)

@@ -69,6 +69,9 @@ class PCA(Statistics):
       num_features: numbers per example. An example of another shape is flattened.
       feature, batches: see `Statistics`.
 
+    Raises:
+      ValueError: ``num_features`` is not a positive whole number, or ``num_components`` is not in ``[1, num_features]``.
+
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.float32([[9, 1], [1, 1], [3, 2], [7, 2]])}, sizes=[3, 1])
     >>> algorithm = PCA(num_features=2, num_components=1)

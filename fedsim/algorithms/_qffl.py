@@ -102,6 +102,9 @@ class QFedAvg(FedAvg):
       q: see `QFedSGD`.
       model, batches, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
+    Raises:
+      ValueError: ``q`` is negative, or ``lipschitz`` is not positive.
+
     >>> import numpy as np, optax, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
     ...     {"x": np.zeros([6, 28, 28, 1], np.uint8), "y": np.zeros(6, np.int32)}, sizes=[4, 2])

@@ -65,6 +65,9 @@ class Quantiles(Statistics):
       bins: number of parts of a bracket, at least 2.
       feature, batches: see `Statistics`.
 
+    Raises:
+      ValueError: a fraction is not in ``(0, 1]``, ``low`` is not below ``high``, or there are fewer than 2 bins.
+
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.3, 0.1, 0.6, 0.9, 0.8], np.float32)}, sizes=[3, 2])
     >>> quantiles = Quantiles(fractions=(0.5,), bins=10)

@@ -576,7 +576,7 @@ class Settings:
     deterministic: bool = _option(
         False,
         "execution (speed only)",
-        "On a GPU: equal seeds give equal bits. Rounds take up to 1.5 times as long.",
+        "On a GPU: equal seeds give equal bits. Rounds take longer.",
         builds="execution",
     )
     rounds_per_dispatch: int | None = _option(

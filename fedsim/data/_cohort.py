@@ -24,6 +24,9 @@ class Arrivals(NamedTuple):
       weights: ``float32 [n]``, factors of the clients' weights in the aggregate, at least 0.
       scales: ``float32 [n]``, factors of the updates when they arrive at the server.
 
+    Raises:
+      ValueError: an array has not one number per client, or one that is out of its range.
+
     >>> arrivals = Arrivals.of([0, 2], round=5)
     >>> arrivals.key_rounds.tolist(), arrivals.scales.tolist()
     ([5, 3], [1.0, 1.0])

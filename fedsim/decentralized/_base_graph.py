@@ -26,6 +26,9 @@ def base_graph(nodes: int, degree: int = 1) -> Topology:
       nodes: n.
       degree: k, the largest number of neighbours in a round, at least 1. The period is at most 2 log(n) / log(k + 1) + 2.
 
+    Raises:
+      ValueError: ``nodes`` or ``degree`` is not a positive whole number.
+
     >>> [base_graph(n).period for n in (5, 6, 7, 8, 25)], base_graph(25, degree=4).period
     ([5, 4, 5, 3, 9], 2)
     """

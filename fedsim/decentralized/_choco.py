@@ -33,6 +33,9 @@ class ChocoSGD(DecentralizedAlgorithm):
       gamma: the consensus step size, in (0, 1]; smaller for stronger compression.
       topology, weights: see `DecentralizedAlgorithm`.
 
+    Raises:
+      ValueError: ``compressor`` is not a `Compressor`, or ``gamma`` is not in ``(0, 1]``.
+
     >>> import fedsim, optax
     >>> data = fedsim.datasets.load("digits", clients=4).train
     >>> algorithm = ChocoSGD(

@@ -42,6 +42,9 @@ class DecentralizedDiLoCo(DecentralizedAlgorithm):
       server_learning_rate, momentum: η above 0 and β in [0, 1) of the outer optimizer; the defaults are DiLoCo's.
       topology, weights: see `DecentralizedAlgorithm`.
 
+    Raises:
+      ValueError: an attribute is out of its range.
+
     >>> import fedsim, optax
     >>> data = fedsim.datasets.load("digits", clients=4).train
     >>> algorithm = DecentralizedDiLoCo(

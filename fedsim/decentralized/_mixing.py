@@ -89,6 +89,9 @@ def lazy(weights: Weights, keep: float = 0.5) -> Weights:
       weights: the function from a graph to W, such as `metropolis`.
       keep: in [0, 1).
 
+    Raises:
+      ValueError: ``keep`` is not in ``[0, 1)``.
+
     >>> lazy(metropolis)(nx.path_graph(2)).toarray().tolist()
     [[0.75, 0.25], [0.25, 0.75]]
     """

@@ -33,6 +33,9 @@ class StochasticGradientPush(DecentralizedAlgorithm):
       topology, weights: see `DecentralizedAlgorithm`.
       message_loss, link_failures: the sender keeps what is lost, so that the sums of the x_i and of the w_i do not change.
 
+    Raises:
+      ValueError: the columns of the mixing matrices do not sum to 1.
+
     >>> import fedsim, optax, networkx as nx
     >>> graph = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)])
     >>> data = fedsim.datasets.load("digits", clients=4).train

@@ -28,6 +28,9 @@ class QuasiGlobalMomentum(DecentralizedAlgorithm):
       momentum: in [0, 1).
       topology, weights: see `DecentralizedAlgorithm`.
 
+    Raises:
+      ValueError: ``momentum`` is not in ``[0, 1)``.
+
     >>> import fedsim, optax
     >>> data = fedsim.datasets.load("digits", clients=4).train
     >>> algorithm = QuasiGlobalMomentum(

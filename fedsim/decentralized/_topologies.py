@@ -30,6 +30,9 @@ _MOST_DRAWS = 100
 def ring(nodes: int) -> Topology:
     """Every node has two neighbours.
 
+    Raises:
+      ValueError: ``nodes`` is not a positive whole number.
+
     >>> ring(5).graphs[0].degree[3]
     2
     """
@@ -66,6 +69,9 @@ def torus(nodes: int, rows: int | None = None) -> Topology:
 def complete(nodes: int) -> Topology:
     """All nodes are neighbours, so that a round averages exactly.
 
+    Raises:
+      ValueError: ``nodes`` is not a positive whole number.
+
     >>> complete(4).graphs[0].number_of_edges()
     6
     """
@@ -75,6 +81,9 @@ def complete(nodes: int) -> Topology:
 
 def star(nodes: int) -> Topology:
     """Node 0 is the neighbour of all others.
+
+    Raises:
+      ValueError: ``nodes`` is not a positive whole number.
 
     >>> star(4).graphs[0].degree[0]
     3
@@ -86,6 +95,9 @@ def star(nodes: int) -> Topology:
 def line(nodes: int) -> Topology:
     """The nodes in a row.
 
+    Raises:
+      ValueError: ``nodes`` is not a positive whole number.
+
     >>> line(4).graphs[0].number_of_edges()
     3
     """
@@ -95,6 +107,9 @@ def line(nodes: int) -> Topology:
 
 def binary_tree(nodes: int) -> Topology:
     """Node i is the neighbour of nodes 2 i + 1 and 2 i + 2.
+
+    Raises:
+      ValueError: ``nodes`` is not a positive whole number.
 
     >>> sorted(binary_tree(6).graphs[0].edges)
     [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5)]
@@ -126,6 +141,9 @@ def hypercube(nodes: int) -> Topology:
 def exponential(nodes: int) -> Topology:
     """Static exponential graph: node i sends to i + 1, i + 2, i + 4, ... modulo ``nodes``, all smaller shifts than ``nodes``.
 
+    Raises:
+      ValueError: ``nodes`` is not a positive whole number.
+
     >>> sorted(exponential(6).graphs[0].successors(0))
     [1, 2, 4]
     """
@@ -140,6 +158,9 @@ def one_peer_exponential(nodes: int) -> Topology:
     """In round t, node i sends to i + 2^t modulo ``nodes`` only; after log2(nodes) rounds the shifts repeat.
 
     With a power of two of nodes, a period averages exactly.
+
+    Raises:
+      ValueError: ``nodes`` is not a positive whole number.
 
     >>> topology = one_peer_exponential(8)
     >>> topology.period, [sorted(graph.successors(0)) for graph in topology.graphs]
@@ -170,6 +191,9 @@ def random_regular(nodes: int, degree: int = 4, seed: int = 0) -> Topology:
 def erdos_renyi(nodes: int, probability: float = 0.3, seed: int = 0) -> Topology:
     """Every pair of nodes are neighbours with a probability.
 
+    Raises:
+      ValueError: ``nodes`` is not a positive whole number, or ``probability`` is not in ``(0, 1]``.
+
     >>> erdos_renyi(10, probability=0.5, seed=1).graphs[0].number_of_edges()
     22
     """
@@ -180,6 +204,10 @@ def erdos_renyi(nodes: int, probability: float = 0.3, seed: int = 0) -> Topology
 
 def small_world(nodes: int, degree: int = 4, rewiring: float = 0.3, seed: int = 0) -> Topology:
     """Watts and Strogatz: a ring in which every node has ``degree`` neighbours, and edges are rewired with a probability.
+
+    Raises:
+      ValueError: ``nodes`` is less than 3, ``degree`` is odd or not in ``[2, nodes - 1]``, or ``rewiring`` is not in ``[0,
+        1]``.
 
     >>> small_world(12, degree=4).graphs[0].number_of_edges()
     24
@@ -194,6 +222,9 @@ def small_world(nodes: int, degree: int = 4, rewiring: float = 0.3, seed: int = 
 
 def scale_free(nodes: int, edges: int = 2, seed: int = 0) -> Topology:
     """Barabási and Albert: nodes come one after another, each with ``edges`` neighbours, mostly those that have many already.
+
+    Raises:
+      ValueError: ``nodes`` is less than 2, or ``edges`` is not in ``[1, nodes - 1]``.
 
     >>> scale_free(10, edges=2).graphs[0].number_of_edges()
     16
@@ -250,6 +281,9 @@ def equi_dynamic(nodes: int, period: int = 100, eta: float = 0.5, directed: bool
       eta: in (0, 1].
       directed: OD-EquiDyn; otherwise OU-EquiDyn.
       seed: of the distances.
+
+    Raises:
+      ValueError: an argument is out of its range.
 
     >>> topology = equi_dynamic(9, period=20, directed=False)
     >>> topology.period, max(dict(topology.graphs[0].degree).values())

@@ -179,7 +179,14 @@ def check_options(config: RunConfig, settings: Settings, node_data: str | None =
 
 
 def check_deployable(built: Experiment, nodes: int) -> None:
-    """Raises ``ValueError`` if a run cannot be deployed on so many nodes; the error says why and what to do.
+    """Raises an error if a run cannot be deployed on so many nodes.
+
+    Args:
+      built: what a run consists of, from `fedsim.configuration.build`.
+      nodes: the number of nodes.
+
+    Raises:
+      ValueError: it cannot; the message says why and what to do.
 
     >>> from fedsim.configuration import build
     >>> check_deployable(build(RunConfig(algorithm="fedadam"), Settings()), nodes=2)

@@ -115,10 +115,13 @@ class Jit(Execution):
         of memory, the round runs again with half as many, and a warning states the number.
       memory: ``"resident"`` keeps the examples of the whole population on the device, ``"stream"`` only those of the current
         cohorts, ``"auto"`` chooses by size. It also applies to what clients keep between rounds.
-      deterministic: whether a seed repeats a run bit for bit on a GPU, too, where this takes up to 1.5 times as long.
+      deterministic: whether a seed repeats a run bit for bit on a GPU, too, where this takes longer.
       differentiable: whether reverse-mode derivatives (`jax.grad`) of rounds are possible, with respect to the state and to the
         algorithm's numbers. Programs then depend on the size of the largest client, a round is always one program, and
         ``memory`` is ``"resident"``.
+
+    Raises:
+      ValueError: ``lanes`` is not a positive whole number, or another attribute has a value that is not described.
 
     >>> Jit(lanes=4)
     Jit(lanes=4, memory='auto', deterministic=False, differentiable=False)

@@ -261,7 +261,11 @@ def _compiled(traced: TracedRounds, options: CompileOptions, mesh: Mesh, side_by
 
 
 def joined(parts: Sequence[Any], join: Callable[..., np.ndarray]) -> Any:
-    """Joins the leaves of pytrees on the host, with `np.stack`, for example. Arrays of random keys stay JAX arrays.
+    """Joins the leaves of pytrees on the host. Arrays of random keys stay JAX arrays.
+
+    Args:
+      parts: pytrees of one structure.
+      join: a function from a list of arrays to one, such as `np.stack` or `np.concatenate`.
 
     >>> joined([{"w": np.zeros(3)}, {"w": np.ones(3)}], np.stack)["w"].shape
     (2, 3)

@@ -100,6 +100,9 @@ class AUC:
         softmax of outputs ``[n, classes]``. If ``bins`` is given as well, the grid is ``0, 1 / (bins - 1), ..., 1``, and for
         scores on it the result is exact.
 
+    Raises:
+      ValueError: ``bins`` is less than 2, or scores and labels have other shapes.
+
     >>> histogram = AUC(bins=3)({"y": jnp.array([1, 0])}, jnp.array([2.0, -2.0]))
     >>> histogram.positives.dense().tolist(), histogram.negatives.dense().tolist()
     ([[[0, 0, 1]], [[0, 0, 0]]], [[[0, 0, 0]], [[1, 0, 0]]])

@@ -21,6 +21,9 @@ class ConfusionMatrix:
     Labels are ``examples["y"] int [n]``, and outputs are logits ``[n, classes]``, whose largest is the predicted class. The
     matrix of every client is computed, which takes ``4 * clients * classes ** 2`` bytes on every device.
 
+    Raises:
+      ValueError: outputs and labels have other shapes.
+
     >>> counts = ConfusionMatrix()({"y": jnp.array([0, 1])}, jnp.array([[0.2, 0.1], [0.2, 0.1]]))
     >>> counts.total.dense().sum(0).tolist()
     [[1, 0], [1, 0]]
@@ -114,6 +117,9 @@ class Precision(_ClassMetric):
       average: "macro" is the mean over classes that occur as a label or as a prediction; "micro" is the value of the counts of
         all classes together, which equals the accuracy; None gives the value of each class, ``[classes]``.
 
+    Raises:
+      ValueError: ``average`` is another value, or outputs and labels have other shapes.
+
     >>> logits = jnp.array([[0.2, 0.1], [0.2, 0.1], [0.1, 0.2]])
     >>> counts = jax.tree.map(lambda leaf: leaf.dense().sum(0), Precision(average=None)({"y": jnp.array([0, 1, 1])}, logits),
     ...                       is_leaf=lambda leaf: isinstance(leaf, Sparse))
@@ -131,6 +137,9 @@ class Recall(_ClassMetric):
     Attributes:
       average: see `Precision`.
 
+    Raises:
+      ValueError: ``average`` is another value, or outputs and labels have other shapes.
+
     >>> Recall()({"y": jnp.array([0, 1, 1])}, jnp.array([[0.2, 0.1], [0.2, 0.1], [0.1, 0.2]])).correct.dense().tolist()
     [[1, 0], [0, 0], [0, 1]]
     """
@@ -144,6 +153,9 @@ class F1(_ClassMetric):
 
     Attributes:
       average: see `Precision`. "macro" is the mean of the classes' F1 scores.
+
+    Raises:
+      ValueError: ``average`` is another value, or outputs and labels have other shapes.
 
     >>> F1("micro").average
     'micro'

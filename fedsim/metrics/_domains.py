@@ -25,6 +25,9 @@ class PerDomain:
       num_domains: the number of domains.
       feature: the feature of the examples with the domain, ``int [n]``.
 
+    Raises:
+      ValueError: ``num_domains`` is not a positive whole number, or the examples do not have the feature.
+
     >>> from fedsim.metrics import accuracy
     >>> examples = {"y": jnp.array([1, 1, 1]), "domain_id": jnp.array([0, 2, 2])}
     >>> mean = PerDomain(accuracy, num_domains=3)(examples, jnp.array([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]))

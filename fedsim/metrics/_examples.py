@@ -54,6 +54,9 @@ class TopKAccuracy:
     Attributes:
       k: the number of classes.
 
+    Raises:
+      ValueError: ``k`` is not a positive whole number.
+
     >>> logits = jnp.array([[0.1, 0.7, 0.2], [0.5, 0.4, 0.1]])
     >>> TopKAccuracy(2)({"y": jnp.array([2, 2])}, logits).total.tolist()
     [1, 0]
@@ -77,6 +80,9 @@ class RecallAtK:
 
     Attributes:
       k: the number of classes, reduced to all of them if there are fewer.
+
+    Raises:
+      ValueError: ``k`` is not a positive whole number.
 
     >>> mean = RecallAtK(1)({"y": jnp.array([[1, 1, 0], [0, 0, 0]])}, jnp.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]))
     >>> mean.total.tolist(), mean.weight.tolist()

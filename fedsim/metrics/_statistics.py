@@ -129,8 +129,8 @@ class Sparse:
 
     Attributes:
       index: the positions of the entries in the flattened array, ``int32 [n, m]``. Values at a repeated position are added.
-      values: the entries, ``[n, m]``.
-      shape: the shape of the array.
+      values: the entries, ``[n, m]`` of any number type.
+      shape: the shape of the array of one example.
 
     >>> Sparse.of(jnp.array([2, 0]), shape=(3,)).dense().tolist()
     [[0, 0, 1], [1, 0, 0]]

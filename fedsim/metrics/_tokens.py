@@ -140,6 +140,9 @@ class TokenTopKAccuracy(_Tokens):
       per_position: whether to report the accuracy of each position of a sequence, ``[length]``, instead of one accuracy.
       k: the number of ids.
 
+    Raises:
+      ValueError: ``k`` is not a positive whole number.
+
     >>> logits = jnp.array([[[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0]]])
     >>> TokenTopKAccuracy(k=2)({"y": jnp.array([[2, 1]])}, logits).total.tolist()
     [1]
@@ -257,6 +260,10 @@ class SequenceCount(_Tokens):
 
 def token_losses(labels: jax.Array, logits: jax.Array) -> jax.Array:
     """Returns the softmax cross-entropy of each token, ``float32 [n, length]``, in nats.
+
+    Args:
+      labels: the tokens, ``int32 [n, length]``.
+      logits: ``float32 [n, length, vocabulary]``.
 
     >>> losses = token_losses(jnp.array([[1, 2]]), jnp.zeros([1, 2, 4]))  # of 4 equally likely ids
     >>> losses.shape, round(float(losses[0, 0]), 4)

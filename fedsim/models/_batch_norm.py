@@ -24,6 +24,9 @@ class BatchNorm(hk.Module):
       epsilon: is added to the variance.
       name: of the module.
 
+    Raises:
+      ValueError: the first axis of ``x`` is not that of the examples of the batch.
+
     >>> def network(x, is_training):
     ...     return BatchNorm(decay=0.875)(x, is_training)
     >>> normalized = hk.transform_with_state(network)

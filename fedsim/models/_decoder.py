@@ -198,7 +198,7 @@ def _shardings(gated: bool, bias: bool, tied: bool) -> dict[str, P]:
 
 
 def lm_tiny(vocabulary: int = 512, *, length: int = 64, **options: Any) -> Model:
-    """A `decoder` of 803,968 parameters, which trains on a CPU.
+    """A `decoder` of 803,968 parameters, which trains on a CPU. Arguments and errors are those of `decoder`.
 
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lm_tiny().init, jax.random.key(0))))
     803968
@@ -208,7 +208,7 @@ def lm_tiny(vocabulary: int = 512, *, length: int = 64, **options: Any) -> Model
 
 
 def lm_350m(vocabulary: int = 32_000, *, length: int = 1024, **options: Any) -> Model:
-    """A `decoder` of 341,099,520 parameters.
+    """A `decoder` of 341,099,520 parameters. Arguments and errors are those of `decoder`.
 
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lm_350m().init, jax.random.key(0))))
     341099520
@@ -220,6 +220,8 @@ def lm_350m(vocabulary: int = 32_000, *, length: int = 1024, **options: Any) -> 
 def lm_1b(vocabulary: int = 128_256, *, length: int = 1024, **options: Any) -> Model:
     """A `decoder` with the sizes of Llama 3.2 1B: 1,235,814,400 parameters.
 
+    Arguments and errors are those of `decoder`.
+
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lm_1b().init, jax.random.key(0))))
     1235814400
     """
@@ -229,6 +231,8 @@ def lm_1b(vocabulary: int = 128_256, *, length: int = 1024, **options: Any) -> M
 
 def lm_8b(vocabulary: int = 128_256, *, length: int = 1024, **options: Any) -> Model:
     """A `decoder` with the sizes of Llama 3 8B: 8,030,261,248 parameters.
+
+    Arguments and errors are those of `decoder`.
 
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lm_8b().init, jax.random.key(0))))
     8030261248

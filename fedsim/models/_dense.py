@@ -64,6 +64,8 @@ def dense_regression(shape: Sequence[int], *, hidden: Sequence[int] = (200, 200)
 def linear_regression(shape: Sequence[int], *, scale: float = 255) -> Model:
     """Linear regression with a bias and the squared error as loss: `dense_regression` without hidden layers.
 
+    Arguments and errors are those of `dense_regression`.
+
     >>> model = linear_regression([2])
     >>> params = {"linear": {"w": jnp.array([[1.0], [2.0]]), "b": jnp.array([0.5])}}
     >>> model.apply_for_eval(params, {"x": jnp.array([[3.0, 4.0]])}).tolist()
@@ -91,7 +93,7 @@ def _layers(shape: Sequence[int], outputs: int, hidden: Sequence[int], scale: fl
 
 
 def logistic(shape: Sequence[int], num_classes: int, *, scale: float = 255) -> Model:
-    """Multinomial logistic regression: `dense` without hidden layers.
+    """Multinomial logistic regression: `dense` without hidden layers, whose arguments and errors these are.
 
     >>> model = logistic([2], 3, scale=1)
     >>> model.apply_for_eval(model.init(jax.random.key(0)), {"x": jnp.zeros([5, 2])}).shape

@@ -43,6 +43,9 @@ def digits_split(*, device: int = 128, server: int = 64, head: bool = False) -> 
       server: the number of units of the server's hidden layer.
       head: whether the output layer is on the device, so that the labels stay there.
 
+    Raises:
+      ValueError: ``device`` or ``server`` is not a positive whole number, or ``head`` is not a truth value.
+
     >>> {part: sorted(own) for part, own in digits_split(head=True).init(jax.random.key(0)).items()}
     {'device': ['linear'], 'head': ['linear'], 'server': ['linear']}
     """

@@ -37,6 +37,9 @@ class Canary(Attack):
     Attributes:
       norm: the norm of the update, far above that to which a mechanism clips it.
 
+    Raises:
+      ValueError: ``norm`` is not positive.
+
     >>> update = Canary(norm=5.0).corrupt({"w": jnp.zeros([3, 2])}, jax.random.key(0))
     >>> round(float(jnp.linalg.norm(update["w"])), 3)
     5.0

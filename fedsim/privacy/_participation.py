@@ -66,6 +66,9 @@ class Poisson(Participation):
     Attributes:
       probability: above 0, at most 1.
 
+    Raises:
+      ValueError: ``probability`` is not in ``(0, 1]``.
+
     >>> print(Poisson(0.01))
     every client takes part in a round with probability 0.01, independently of the others (Poisson sampling)
     """
@@ -99,6 +102,9 @@ class CyclicPoisson(Participation):
     Attributes:
       probability: above 0, at most 1.
       cycle: the number of groups.
+
+    Raises:
+      ValueError: ``probability`` is not in ``(0, 1]``, or ``cycle`` is not a positive whole number.
 
     >>> print(CyclicPoisson(0.1, cycle=10))
     every client may take part every 10 rounds, each time with probability 0.1, independently (Poisson sampling of groups)
@@ -139,6 +145,9 @@ class FixedSize(Participation):
     Attributes:
       clients: in a round.
       population: the number of all clients, above ``clients``.
+
+    Raises:
+      ValueError: ``clients`` is not a positive whole number, or ``population`` is not larger.
 
     >>> print(FixedSize(10, 1000))
     10 of 1,000 clients take part in a round, all sets of this size equally likely (sampling without replacement)

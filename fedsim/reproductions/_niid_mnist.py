@@ -126,7 +126,7 @@ NIID_MNIST = Reproduction(
     duration="2 to 8 min per case, 4 cases",
     required_data="MNIST: DIR/mnist in any form that `fedsim datasets describe mnist` names, or a download",
     cases=_cases,
-    notes="The column *paper* does not have the paper's own figures, but those of an independent replication of its setting, "
+    notes="Ours are not beside the paper's own figures, but beside those of an independent replication of its setting, "
     "Flower's baseline `niid_bench` (README in baselines/niid_bench of adap/flower), which are the best accuracies of all "
     "rounds; ours are those of the last one. The 61.99 of a remark is of another independent replication on the web. Ten "
     "clients, Dirichlet(0.5), all clients in each round, ten local epochs, batches of 64, SGD with learning rate 0.01 and "

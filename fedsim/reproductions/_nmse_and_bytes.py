@@ -151,7 +151,7 @@ NMSE_AND_BYTES = Reproduction(
     required_data="none",
     cases=_cases,
     notes="A seed is a vector of 4,096 coordinates from LogNormal(0, 1), which has 16,384 bytes, and a round is a message of "
-    "it with another key. The remarks have the bytes of a message. The column *paper* has the law: those of DRIVE (π / 2 - 1, "
+    "it with another key. The remarks have the bytes of a message. Errors are compared with laws: those of DRIVE (π / 2 - 1, "
     "and 1 - 2 / π for the smallest error), EDEN and random k (d / k - 1) are numbers for every long vector, and those of "
     "TernGrad and of uniform quantization are means of the laws of the three vectors, which differ; *at most* is a bound.",
 )

@@ -137,8 +137,8 @@ SECAGG_COST = Reproduction(
     "min, all on two cores that did other work, too",
     required_data="none; vectors are drawn",
     cases=_cases,
-    notes="In the first two rows, *paper* is a factor that the abstract of the first paper states, and *ours* the closed form. "
-    "In all others, *paper* is no published number but the closed form of the bytes that a client sends and receives, with "
+    notes="In the first two rows, *ours* is the closed form, beside a factor that the abstract of the first paper states. In "
+    "all others, *ours* is measured, beside the closed form of the bytes that a client sends and receives, with "
     "keys and shares of 32 bytes: of the first paper for SecAgg, where a client has keys and shares with all others, and the "
     "same for k + 1 clients for SecAgg+, where it has them with k neighbours. Values have 16 bits, and their sums as many as "
     "it needs. A round of each case has no drop-outs; in two more, 10 % and 30 % of the clients drop out before they send "

@@ -41,14 +41,19 @@ def text_table(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*table, *([""] if remarks else []), *(f"[{number}] {text}" for text, number in remarks.items())])
 
 
-def markdown_table(records: Sequence[Mapping[str, Any]]) -> str:
+def markdown_table(records: Sequence[Mapping[str, Any]], source: str = "paper") -> str:
     """Returns the table as Markdown, with the remarks in the last column.
 
-    >>> print(markdown_table([]))
-    | case | measure | paper | ours | seeds | time | remarks |
+    Args:
+      records: the rows.
+      source: where the numbers come from that ours are compared with, the name of their column.
+
+    >>> print(markdown_table([], source="scikit-learn"))
+    | case | measure | scikit-learn | ours | seeds | time | remarks |
     | --- | --- | --- | --- | --- | --- | --- |
     """
-    lines = [(*HEAD[:-1], "remarks"), ("---",) * len(HEAD), *map(cells, records)]
+    head = [source if name == "paper" else name for name in HEAD[:-1]]
+    lines = [(*head, "remarks"), ("---",) * len(HEAD), *map(cells, records)]
     return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
 
 

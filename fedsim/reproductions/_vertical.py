@@ -430,8 +430,8 @@ VERTICAL = Reproduction(
     "and a9a.t.gz; none for the digits",
     cases=_cases,
     notes="Party A has the labels. On the tables the model is logistic regression, to which each party contributes one "
-    "number per person; the column *paper* has scikit-learn's logistic regression (C = 1) on the same columns, and for the "
-    "vertical algorithms that on all columns. FATE's tables have no test split, so their AUC is that of the training data, "
+    "number per person. It is compared with scikit-learn's logistic regression (C = 1) on the same columns, and the vertical "
+    "algorithms with that on all columns. FATE's tables have no test split, so their AUC is that of the training data, "
     "and breast is nearly separable. On the digits A has the left halves and B the right halves of the images, and the model "
     "is a network: a bottom of 64 and 16 units for each party and a top of 32 units. All methods start alike, draw their "
     "batches alike and take equally many local steps with Adam, so split learning equals one organization with both, and Q = "

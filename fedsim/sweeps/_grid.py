@@ -84,6 +84,9 @@ class Range:
       logarithmic: whether the logarithm is uniform, instead of the number.
       whole: whether the numbers are whole.
 
+    Raises:
+      ValueError: ``low`` is not below ``high``, or a bound of a logarithmic range is not positive.
+
     >>> Range.read("log_uniform(0.001, 1)", whole=False)
     Range(low=0.001, high=1.0, logarithmic=True, whole=False)
     """

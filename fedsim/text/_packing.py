@@ -23,6 +23,9 @@ def pack(documents: Iterable[Sequence[int] | np.ndarray], length: int) -> dict[s
       The features ``int32 [sequences, length]``: ``x``, the tokens; ``y``, the next token of each; and ``document``, the number
       of its document in the sequence, from 1. The end of the last sequence is filled with zeros.
 
+    Raises:
+      ValueError: ``length`` is not a positive whole number.
+
     >>> {name: rows.tolist() for name, rows in pack([[5, 6, 7, 8], [9, 3]], length=3).items()}
     {'x': [[5, 6, 7], [9, 0, 0]], 'y': [[6, 7, 8], [3, 0, 0]], 'document': [[1, 1, 1], [1, 0, 0]]}
     """
