@@ -284,14 +284,19 @@ def test_names_of_statistics_survive_in_a_checkpoint(library, tmp_path):
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["nnx", "keras"])
 def test_padding_is_left_out_by_an_argument_mask(name, data):
-    """The library's own loop has partial batches, without padding."""
+    """The library's own loop has partial batches, without padding.
+
+    The last batches have 8 examples. Of 2 examples, a feature may have a variance near 0 (2.5e-5 here, with batches of 6), which
+    NNX computes as a difference of means of order 0.1, and the gradients of its weights are such differences, too: either side
+    was wrong by up to 4e-4 there.
+    """
     library = made(name)
-    algorithm = fedavg(library.masked(), PARTIAL, execution=fedsim.Jit())
+    algorithm = fedavg(library.masked(), fedsim.Batches(size=12, shuffle=False), execution=fedsim.Jit())
     algorithm.check(data)
     start = algorithm.init(jax.random.key(0))
     state, _ = algorithm.apply(start, cohort(data))
-    expected = mean_of([library.train(start.params, batches_of(data, client, 6)) for client in (0, 1)])
-    assert_close(state.params, expected)
+    expected = mean_of([library.train(start.params, batches_of(data, client, 12)) for client in (0, 1)])
+    assert_close(state.params, expected, 1e-6)
 
 
 @pytest.mark.first(1)
