@@ -103,12 +103,15 @@ def assert_close(ours, theirs, tolerance=1e-5):
             np.testing.assert_allclose(ours[module][name], value, atol=tolerance, err_msg=f"{module}/{name}")
 
 
-@pytest.mark.first(1)
-@pytest.mark.parametrize(
+every_execution = pytest.mark.parametrize(
     "execution",
     [fedsim.Jit(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=2), fedsim.Pmap(devices=8), fedsim.Debug()],
     ids=["jit", "lanes", "two", "eight", "debug"],
 )
+
+
+@pytest.mark.first(1)
+@every_execution
 def test_fedavg_with_batch_normalization_against_numpy(execution, data):
     """Sizes are no multiples of the batch size, and a client has a single example."""
     algorithm = fedavg(make_model(), execution=execution)
@@ -119,6 +122,43 @@ def test_fedavg_with_batch_normalization_against_numpy(execution, data):
     assert_close(after.parts.statistics, {"norm": {"mean": mean, "var": var}})
     sent = sum(x.size for x in jax.tree.leaves((after.server.params, after.parts.statistics)))
     assert info.clients["bits_up"][:4].tolist() == [32 * sent] * 4
+
+
+@pytest.mark.slow
+@every_execution
+def test_fedavg_with_batch_normalization_against_pytorch(execution):
+    """Runs where PyTorch is installed, which it is not with fedsim. PyTorch refuses a batch of one example."""
+    torch = pytest.importorskip("torch")
+    draw, sizes = np.random.default_rng(1), [7, 3, 11, 4]
+    columns = {"x": draw.normal(size=(25, 4)).astype(np.float32), "y": draw.integers(0, 3, 25).astype(np.int32)}
+    data = fedsim.FederatedData.from_arrays(columns, sizes=sizes)
+    algorithm = fedavg(make_model(), execution=execution)
+    state = algorithm.init(jax.random.key(0))
+    start = state.params
+
+    def trained_in_pytorch(number):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        body, norm, _, head = net
+        for layer, values in ((body, start["body"]), (head, start["head"])):
+            weight, bias = (torch.tensor(np.array(values[name])) for name in ("w", "b"))
+            layer.load_state_dict({"weight": weight.T, "bias": bias})
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        x, y = (torch.tensor(np.array(data.client(number).examples[name])) for name in ("x", "y"))
+        for xb, yb in zip(x.split(4), y.long().split(4), strict=True):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(xb), yb).backward()
+            optimizer.step()
+        statistics = {"mean": norm.running_mean, "var": norm.running_var}
+        values = {
+            "body": {"w": body.weight.T, "b": body.bias},
+            "norm": {"scale": norm.weight, "offset": norm.bias, **statistics},
+            "head": {"w": head.weight.T, "b": head.bias},
+        }
+        return jax.tree.map(lambda x: x.detach().numpy(), values)
+
+    mean = jax.tree.map(lambda *x: np.average(x, axis=0, weights=sizes), *map(trained_in_pytorch, range(4)))
+    state, _ = algorithm.apply(state, cohort(data, 0))
+    assert_close(state.params, mean)
 
 
 def test_evaluation_uses_running_statistics(data):
