@@ -36,7 +36,7 @@ def network(make: Callable[[], Any], call: Call) -> Network:
     read, _, train_kwargs, eval_kwargs = call
     example = call.example()
     with keras.StatelessScope() as scope, _names_of_one_model():
-        model = make()
+        model = _network.made_by(make, constructor="from_keras", given="no argument")
         if not isinstance(model, keras.Model):
             raise _network.unexpected("make", model, "a function that returns a keras.Model", "keras", _REMEDY)
         assigned = {each.path: scope.get_current_value(each) for each in model.variables}  # such as weights from a file
