@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim import aggregators, algorithms, models
+from fedsim import aggregators, algorithms, compressors, models
 from fedsim.privacy.attacks import sent_updates
 
 SIZES = [7, 1, 12, 5]
@@ -358,14 +358,58 @@ def test_compiled_and_python_agree(cls, options, data):
 
 
 @pytest.mark.slow
-def test_server_optimizers_and_robust_rules_see_parameters_only(data):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"aggregator": aggregators.Krum(attackers=0)},
+        {"server_optimizer": optax.sgd(0.5, momentum=0.9)},
+        {"aggregator": aggregators.Clipped(0.05)},
+        {"aggregator": aggregators.Compressed(compressors.TopK(fraction=0.25))},
+        {"aggregator": aggregators.GaussianMechanism(1.0, clip=0.05, denominator=4), "weighting": "uniform"},
+    ],
+    ids=["krum", "momentum", "clip", "top_k", "noise"],
+)
+def test_server_optimizers_rules_clips_compressors_and_noise_see_parameters_only(options, data):
     """Statistics that are not sent give the same parameters, because training does not read the running statistics."""
-    for options in ({"aggregator": aggregators.Krum(attackers=0)}, {"server_optimizer": optax.sgd(0.5, momentum=0.9)}):
-        averaged, own = (
-            trained(fedavg(make_model(statistics=each), **options), data)[0].server for each in ("average", "client")
-        )
-        for x, y in zip(jax.tree.leaves(averaged), jax.tree.leaves(own), strict=True):
-            np.testing.assert_array_equal(x, y)
+    averaged, own = (trained(fedavg(make_model(statistics=each), **options), data)[0].server for each in ("average", "client"))
+    for x, y in zip(jax.tree.leaves(averaged), jax.tree.leaves(own), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# Bits of a message with n numbers. Of a quarter of them, the values are sent, and one bit for each number says which.
+MESSAGES = {
+    "plain": (algorithms.FedAvg, {}, lambda n: 32 * n),
+    "scaffold": (algorithms.SCAFFOLD, {}, lambda n: 2 * 32 * n),
+    "top_k": (
+        algorithms.FedAvg,
+        {"aggregator": aggregators.Compressed(compressors.TopK(fraction=0.25))},
+        lambda n: 32 * round(n / 4) + n,
+    ),
+    "clip": (algorithms.FedAvg, {"aggregator": aggregators.Clipped(1.0)}, lambda n: 32 * n),
+    "secure_mean": (algorithms.FedAvg, {"aggregator": aggregators.SecureMean(max_weight=12.0)}, lambda n: 32 * (n + 1)),
+}
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.parametrize(
+    ("parts", "trained_part", "statistics", "kept"),
+    [({"frozen": "body/*"}, 16 + 27, 16, 0), ({"frozen": "body/*", "kept": "head/*"}, 16, 16, 27)],
+    ids=["frozen", "kept"],
+)
+def test_messages_and_memory_are_those_of_the_trained_part(message, parts, trained_part, statistics, kept, data):
+    """The body has 40 parameters, the normalization 16 and as many statistics, which no compressor changes, and the head 27."""
+    cls, options, bits = MESSAGES[message]
+    own = {"statistics": "client"} if message == "secure_mean" else {}
+    algorithm = fedavg(make_model(**own).with_parts(**parts), cls, **options)
+    state, info = trained(algorithm, data)
+    assert info.clients["bits_up"][:4].tolist() == [bits(trained_part) + (0 if own else 32 * statistics)] * 4
+    rows = jax.tree.leaves(getattr(state.clients, "rows", ()))
+    expected = kept + (statistics if own else 0) + (trained_part if cls is algorithms.SCAFFOLD else 0)
+    assert sum(x[0].size for x in rows) == expected and all(len(x) == 4 for x in rows)
+    if own:
+        with pytest.raises(ValueError, match=r"would be sent unmasked.*statistics='client'"):
+            trained(fedavg(make_model().with_parts(**parts), cls, **options), data)
 
 
 def plain_norm(examples, is_training):
