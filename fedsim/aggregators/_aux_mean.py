@@ -53,7 +53,9 @@ class AuxMean(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_not_secure(
-            self, "the auxiliary data, such as running statistics, would be sent unmasked. Use a model without statistics."
+            self,
+            "the auxiliary data, such as running statistics, would be sent unmasked. Use a model without statistics, or "
+            "one whose clients keep them (statistics='client').",
         )
 
     @classmethod

@@ -17,7 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedsim.model._network import Call, Examples, Network, Params, accepts, check_maker, check_statistics, imported, unexpected
+from fedsim.model._network import (
+    Call,
+    Examples,
+    Network,
+    Params,
+    accepts,
+    check_maker,
+    check_statistics,
+    imported,
+    made_by,
+    unexpected,
+)
 from fedsim.model._parts import current_scope
 
 _REMEDY = "give a function that makes it, such as lambda key: eqx.nn.MLP(784, 10, 100, 2, key=key)"
@@ -60,7 +71,7 @@ def network(make: Callable[[jax.Array], Any], axis_name: str, call: Call) -> Net
         return eqx.tree_at(lambda each: each.batch_counter.init, norm, 1 - decay * (1 - before))
 
     def made(key: jax.Array) -> Any:
-        module, state = make(key), None
+        module, state = made_by(make, key, constructor="from_equinox", given="a key"), None
         if isinstance(module, tuple) and len(module) == 2 and isinstance(module[1], eqx.nn.State):
             module, state = module
         if not isinstance(module, eqx.Module):

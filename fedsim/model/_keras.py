@@ -16,7 +16,7 @@ import jax
 
 from fedsim.model import _network
 from fedsim.model._network import Call, Examples, Network, Params
-from fedsim.model._parts import mask_for
+from fedsim.model._parts import current_scope, mask_for
 
 _REMEDY = "give a function that makes it, such as lambda: keras.Sequential([...])"
 
@@ -36,7 +36,7 @@ def network(make: Callable[[], Any], call: Call) -> Network:
     read, _, train_kwargs, eval_kwargs = call
     example = call.example()
     with keras.StatelessScope() as scope, _names_of_one_model():
-        model = make()
+        model = _network.made_by(make, constructor="from_keras", given="no argument")
         if not isinstance(model, keras.Model):
             raise _network.unexpected("make", model, "a function that returns a keras.Model", "keras", _REMEDY)
         assigned = {each.path: scope.get_current_value(each) for each in model.variables}  # such as weights from a file
@@ -61,8 +61,10 @@ def network(make: Callable[[], Any], call: Call) -> Network:
     # The argument mask of Keras's own models is about other axes.
     takes_mask = bool(statistics) and not type(model).call.__module__.startswith("keras.")
 
-    def apply(whole: Params, inputs: tuple, key: jax.Array | None, kwargs: Mapping[str, Any]) -> tuple[Any, Any, list[Any]]:
-        """Returns the outputs, the values of all variables that are not trained after the call, and losses."""
+    norms = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+
+    def apply(whole: Params, inputs: tuple, key: jax.Array | None, kwargs: Mapping[str, Any]) -> tuple[Any, Params, list[Any]]:
+        """Returns the outputs, the values of variables after the call by layer and name, and losses."""
 
         def value(variable: Any, number: int) -> jax.Array:
             if _is_seed(variable):
@@ -71,10 +73,16 @@ def network(make: Callable[[], Any], call: Call) -> Network:
             layer, name = _names(variable)
             return whole[layer][name]
 
-        values = [[value(variable, number) for number, variable in enumerate(group)] for group in (trainable, others)]
         arguments = (list(inputs),) if as_list else inputs
         mask = mask_for(model.call) if takes_mask and key is not None else {}
-        return model.stateless_call(*values, *arguments, training=key is not None, return_losses=True, **mask, **kwargs)
+        fixed = key is not None and current_scope().frozen_statistics
+        with _not_trainable(norms if fixed else ()):
+            groups = model.trainable_variables, model.non_trainable_variables
+            values = [[value(variable, number) for number, variable in enumerate(group)] for group in groups]
+            outputs, after, losses = model.stateless_call(
+                *values, *arguments, training=key is not None, return_losses=True, **mask, **kwargs
+            )
+        return outputs, _by_layer(groups[1], after), losses
 
     def init(key: jax.Array) -> Params:
         draws = [_seeded(each, jax.random.fold_in(key, number)) for number, each in enumerate(initializers)]
@@ -91,7 +99,7 @@ def network(make: Callable[[], Any], call: Call) -> Network:
         outputs, new, _ = apply(whole, read(examples), key, train_kwargs)
         if not statistics:
             return outputs
-        after = [x for x, variable in zip(new, others, strict=True) if not _is_seed(variable)]
+        after = [new[layer][name] for layer, name in map(_names, statistics)]
         return outputs, _by_layer(variables, [*(None for _ in trainable), *after])
 
     return Network(
@@ -134,6 +142,18 @@ def _seeded(initializer: Any, key: jax.Array) -> Any:
         initializer = initializer.clone()
         initializer.seed = key
     return initializer
+
+
+@contextlib.contextmanager
+def _not_trainable(norms: Sequence[Any]) -> Iterator[None]:
+    """Sets the state in which ``BatchNormalization`` normalizes by its moving averages in training, too."""
+    for norm in norms:
+        norm.trainable = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.trainable = True
 
 
 @contextlib.contextmanager

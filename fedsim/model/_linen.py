@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from fedsim.model._network import Call, Examples, Network, check_same_form, check_statistics, imported, joined, unexpected
-from fedsim.model._parts import mask_for
+from fedsim.model._parts import current_scope, mask_for
 
 
 def network(module: Any, call: Call) -> Network:
@@ -34,11 +35,19 @@ def network(module: Any, call: Call) -> Network:
         """Returns the collections: "params", and those of the state."""
         return {name: _chosen(whole, like) for name, like in {"params": shapes.get("params", {}), **state}.items()}
 
+    def by_running_average(next_fun: Callable, args: tuple, kwargs: dict[str, Any], context: Any) -> Any:
+        """Calls a normalization with frozen statistics as in evaluation, whatever its module and the call say."""
+        norm = context.module
+        if not isinstance(norm, nn.BatchNorm) or context.method_name != "__call__" or norm.use_running_average:
+            return next_fun(*args, **kwargs)
+        return norm.clone(parent=norm.scope, use_running_average=True)(args[0] if args else kwargs["x"])
+
     def train(whole: Any, examples: Examples, key: jax.Array) -> Any:
         if not state:
             return module.apply(divided(whole), *read(examples), rngs=key, **train_kwargs)
         mask = mask_for(module.__call__)
-        outputs, new = module.apply(divided(whole), *read(examples), rngs=key, mutable=list(state), **mask, **train_kwargs)
+        with nn.intercept_methods(by_running_average) if current_scope().frozen_statistics else contextlib.nullcontext():
+            outputs, new = module.apply(divided(whole), *read(examples), rngs=key, mutable=list(state), **mask, **train_kwargs)
         check_same_form(state, new)
         none = jax.tree.map(lambda _: None, shapes.get("params", {}))
         return outputs, joined(none, *(new[name] for name in state))

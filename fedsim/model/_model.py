@@ -103,7 +103,7 @@ class Model:
             `fedsim.models.BatchNorm`. With ``"average"``, clients receive them, change them in their local steps, and send the
             change; the server takes the mean with the clients' weights. With ``"client"``, every client keeps its own, and with
             ``"frozen"`` they stay as they were initialized, and normalizations use them in training, too:
-            `fedsim.models.BatchNorm`, ``nnx.BatchNorm`` and ``eqx.nn.BatchNorm`` do.
+            `fedsim.models.BatchNorm`, ``BatchNorm`` of Linen, NNX and Equinox, and Keras's ``BatchNormalization``.
 
         Raises:
           ValueError: ``transformed`` is not the result of ``hk.transform`` or ``hk.transform_with_state``, but for example of

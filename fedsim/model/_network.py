@@ -166,6 +166,23 @@ def check_maker(make: Any, library: str, remedy: str) -> None:
         raise unexpected("make", make, f"a function that makes a network of {library}", library, remedy)
 
 
+def made_by(make: Callable[..., Any], *arguments: Any, constructor: str, given: str) -> Any:
+    """Returns what a user's ``make`` returns. An error of it gets a note about how it was called.
+
+    >>> try:
+    ...     made_by(lambda rngs: rngs.params(), jax.random.key(0), constructor="from_equinox", given="a key")
+    ... except Exception as error:
+    ...     print(error.__notes__[0][:59])
+    Model.from_equinox calls make with a key. Networks of other
+    """
+    try:
+        return make(*arguments)
+    except Exception as error:
+        others = ", ".join(f"Model.{each}" for each in _CONSTRUCTORS.values() if not each.startswith(constructor))
+        error.add_note(f"Model.{constructor} calls make with {given}. Networks of other libraries have {others}.")
+        raise
+
+
 def check_statistics(library: str, state: Any) -> None:
     """Raises ``ValueError`` unless all variables of a network's state are floats, which can be averaged.
 

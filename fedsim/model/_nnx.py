@@ -20,6 +20,7 @@ from fedsim.model._network import (
     check_statistics,
     imported,
     joined,
+    made_by,
     unexpected,
 )
 from fedsim.model._parts import current_scope, mask_for
@@ -37,7 +38,7 @@ def network(make: Callable[[Any], Any], call: Call) -> Network:
     check_maker(make, "flax.nnx", _REMEDY)
 
     def made(key: jax.Array) -> Any:
-        module = make(nnx.Rngs(key))
+        module = made_by(make, nnx.Rngs(key), constructor="from_nnx", given="an nnx.Rngs")
         if not isinstance(module, nnx.Module):
             raise unexpected("make", module, "a function that returns an nnx.Module", "flax.nnx", _REMEDY)
         return module

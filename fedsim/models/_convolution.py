@@ -1,8 +1,8 @@
 """2-D convolution by slices and matrix products, for training loops and for many clients' weights at once.
 
-XLA's own convolution is designed for one large call. Inside ``fori_loop`` or ``scan`` on a CPU it runs about 16 times slower,
-and ``vmap`` over weights turns it into a grouped convolution, which on an H100 takes 2.5 times as long as this one. Here a
-convolution is a product of matrices, and ``vmap`` makes it a batched product:
+XLA's own convolution is designed for one large call. Inside ``fori_loop`` or ``scan`` on a CPU its gradients take more than 10
+times as long, and ``vmap`` over weights turns it into a grouped convolution, which on an H100 takes 2.5 times as long as this
+one. Here a convolution is a product of matrices, and ``vmap`` makes it a batched product:
 
 * *patches*: every window becomes a row (im2col), which is multiplied by the kernel as a matrix, for any kernel and stride.
 * *Winograd* F(2x2, 3x3), on a CPU, for 3x3 kernels of stride 1: 16 products of transformed 4x4 tiles and kernels give 2x2
@@ -10,24 +10,34 @@ convolution is a product of matrices, and ``vmap`` makes it a batched product:
   jax 0.10.2). On a GPU it is limited by memory bandwidth and slower than patches. A. Lavin and S. Gray, "Fast Algorithms for
   Convolutional Neural Networks", CVPR 2016, https://arxiv.org/abs/1509.09308, section 4.1.
 
+On a CPU, outputs without a derivative, as in an evaluation, are XLA's unless Winograd's algorithm is faster: they take the same
+time in a loop as outside. ``python -m benchmarks.convolution`` compares all of this with Haiku's layers.
+
 There is no hand-written derivative. The code is written so that its transpose is fast as well, and derivatives of every order
 work.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from fedsim import tree
 
+Pads = Sequence[tuple[int, int]]
+
 # With fewer input or output channels, the transforms of Winograd's tiles take longer than the products save (measured).
 _WINOGRAD_MIN_CHANNELS = 16
+# Where no derivative is taken, XLA's convolution is faster up to here (measured).
+_WINOGRAD_MIN_CHANNELS_OF_OUTPUTS = 32
 # With fewer tiles, the transform of the kernel does. These programs also take several times as long to compile.
 _WINOGRAD_MIN_TILES = 512
 
@@ -182,13 +192,41 @@ def conv2d(x: jax.Array, w: jax.Array, *, stride: int | Sequence[int] = 1, paddi
         raise ValueError(
             f"Expected images of at least the size of the kernel, {list(kernel)}, got {size} with padding={padding!r}."
         )
-    if kernel == (3, 3) and stride == (1, 1) and jax.default_backend() == "cpu":
-        tiles = x.shape[0] * ((size[0] - 1) // 2) * ((size[1] - 1) // 2)
-        many = tiles >= _WINOGRAD_MIN_TILES and min(w.shape[2:]) >= _WINOGRAD_MIN_CHANNELS
-        # Winograd's sums and differences lose a few bits of precision, which half precision cannot spare.
-        if many and jnp.finfo(x.dtype).bits >= 32:
-            return _winograd(x, w, pads)
+    # Winograd's sums and differences lose a few bits of precision, which half precision cannot spare.
+    if jax.default_backend() == "cpu" and jnp.finfo(x.dtype).bits >= 32:
+        return _on_cpu(x, w, stride, tuple(pads))
     return _patches(_pad(x, pads), w, stride)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _on_cpu(x: jax.Array, w: jax.Array, stride: tuple[int, int], pads: Pads) -> jax.Array:
+    if _is_for_winograd(x, w, stride, pads, _WINOGRAD_MIN_CHANNELS_OF_OUTPUTS):
+        return _winograd(x, w, pads)
+    return lax.conv_general_dilated(x, w, stride, pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+@functools.partial(_on_cpu.defjvp, symbolic_zeros=True)
+def _with_derivative(stride: tuple[int, int], pads: Pads, values: tuple, tangents: tuple) -> Any:
+    """Returns the outputs and their derivative by products, without those for images or a kernel that do not change."""
+
+    def products(x: jax.Array, w: jax.Array) -> jax.Array:
+        if _is_for_winograd(x, w, stride, pads, _WINOGRAD_MIN_CHANNELS):
+            return _winograd(x, w, pads)
+        return _patches(_pad(x, pads), w, stride)
+
+    (x, w), (dx, dw) = values, tangents
+    if isinstance(dx, SymbolicZero):
+        return jax.jvp(lambda w: products(x, w), (w,), (dw,))
+    if isinstance(dw, SymbolicZero):
+        return jax.jvp(lambda x: products(x, w), (x,), (dx,))
+    return jax.jvp(products, values, tangents)
+
+
+def _is_for_winograd(x: jax.Array, w: jax.Array, stride: tuple[int, int], pads: Pads, min_channels: int) -> bool:
+    height, width = (n + low + high for n, (low, high) in zip(x.shape[1:3], pads, strict=True))
+    tiles = x.shape[0] * ((height - 1) // 2) * ((width - 1) // 2)
+    fits = w.shape[:2] == (3, 3) and stride == (1, 1)
+    return fits and tiles >= _WINOGRAD_MIN_TILES and min(w.shape[2:]) >= min_channels
 
 
 def _patches(x: jax.Array, w: jax.Array, stride: tuple[int, int]) -> jax.Array:
@@ -202,7 +240,7 @@ def _patches(x: jax.Array, w: jax.Array, stride: tuple[int, int]) -> jax.Array:
     return outputs.reshape(x.shape[0], ho, wo, o)
 
 
-def _winograd(x: jax.Array, w: jax.Array, pads: Sequence[tuple[int, int]]) -> jax.Array:
+def _winograd(x: jax.Array, w: jax.Array, pads: Pads) -> jax.Array:
     n, c, o = x.shape[0], x.shape[3], w.shape[3]
     ho, wo = (size + low + high - 2 for size, (low, high) in zip(x.shape[1:3], pads, strict=True))
     th, tw = -(-ho // 2), -(-wo // 2)
@@ -240,7 +278,7 @@ def _on_both_axes(transform: Callable, grid: Sequence[Sequence[jax.Array]]) -> l
     return list(zip(*[transform(column) for column in columns], strict=True))
 
 
-def _pad(x: jax.Array, pads: Sequence[tuple[int, int]]) -> jax.Array:
+def _pad(x: jax.Array, pads: Pads) -> jax.Array:
     return jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(map(any, pads)) else x
 
 

@@ -308,6 +308,23 @@ def test_a_network_of_another_library_names_the_right_constructor(name):
                 make(network)
 
 
+def test_a_function_for_another_library_gets_a_note_about_the_constructors():
+    nnx, nn = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox").nn
+    pytest.importorskip("keras")
+    of_nnx, of_equinox = lambda rngs: nnx.Linear(3, 2, rngs=rngs), lambda key: nn.Linear(3, 2, key=key)
+    for constructor, make, given in [
+        (Model.from_nnx, of_equinox, "an nnx.Rngs"),
+        (Model.from_equinox, of_nnx, "a key"),
+        (Model.from_keras, of_nnx, "no argument"),
+    ]:
+        with pytest.raises((TypeError, AttributeError, ValueError)) as error:
+            constructor(make, features=FEATURES)
+        name = constructor.__name__
+        (note,) = (each for each in error.value.__notes__ if each.startswith("Model."))  # JAX adds one, too
+        assert note.startswith(f"Model.{name} calls make with {given}. Networks of other libraries have Model.from_haiku(")
+        assert f", Model.{name}" not in note and note.count("Model.from_") == 5
+
+
 @pytest.mark.parametrize("name", ["nnx", "equinox"])
 def test_a_network_that_is_already_made_is_refused(name):
     """Its parameters would be the same for every seed."""

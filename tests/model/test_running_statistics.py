@@ -284,14 +284,19 @@ def test_names_of_statistics_survive_in_a_checkpoint(library, tmp_path):
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["nnx", "keras"])
 def test_padding_is_left_out_by_an_argument_mask(name, data):
-    """The library's own loop has partial batches, without padding."""
+    """The library's own loop has partial batches, without padding.
+
+    The last batches have 8 examples. Of 2 examples, a feature may have a variance near 0 (2.5e-5 here, with batches of 6),
+    which NNX computes as a difference of means of order 0.1. The gradients of its weights are such differences, too, and both
+    sides were wrong by up to 4e-4 there.
+    """
     library = made(name)
-    algorithm = fedavg(library.masked(), PARTIAL, execution=fedsim.Jit())
+    algorithm = fedavg(library.masked(), fedsim.Batches(size=12, shuffle=False), execution=fedsim.Jit())
     algorithm.check(data)
     start = algorithm.init(jax.random.key(0))
     state, _ = algorithm.apply(start, cohort(data))
-    expected = mean_of([library.train(start.params, batches_of(data, client, 6)) for client in (0, 1)])
-    assert_close(state.params, expected)
+    expected = mean_of([library.train(start.params, batches_of(data, client, 12)) for client in (0, 1)])
+    assert_close(state.params, expected, 1e-6)
 
 
 @pytest.mark.first(1)
@@ -308,16 +313,45 @@ def test_padding_is_refused_without_a_mask(name, data):
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("name", ["nnx", "equinox"])
-def test_frozen_statistics_normalize_in_training_too(name, data):
-    model = made(name).model(statistics="frozen")
-    whole = model.init_whole(jax.random.key(0))
+def test_frozen_statistics_normalize_in_training_too(library, data):
+    check_frozen(library.model(statistics="frozen"), data)
+    averaged = library.model()
     examples = {"x": data.columns["x"], "y": data.columns["y"]}
-    state, _ = fedavg(model).apply(fedavg(model).init(jax.random.key(0)), cohort(data))
-    outputs = model.apply_for_train(whole, examples, jax.random.key(0))
-    assert_close(outputs, model.apply_for_eval(whole, examples))
-    frozen = jax.tree.map(lambda role, x: x if role == "frozen" else None, model.roles, state.params)
-    assert_close(frozen, model.init_parts(jax.random.key(0)).frozen, 0)
+    outputs = averaged.apply_for_train(averaged.init_whole(jax.random.key(0)), examples, jax.random.key(0))
+    assert np.abs(outputs - averaged.apply_for_eval(averaged.init_whole(jax.random.key(0)), examples)).max() > 0.01
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("given", ["when made", "when called", "when called by position"])
+def test_frozen_statistics_of_linen_normalize_in_training_too(given, data):
+    """Linen takes ``use_running_average`` from the module or from its call."""
+    nn = pytest.importorskip("flax.linen")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train, mask=None):
+            made = {"use_running_average": not train} if given == "when made" else {}
+            called = {"use_running_average": not train} if given == "when called" else {}
+            position = (not train,) if given == "when called by position" else ()
+            mask = None if mask is None else mask[:, None]
+            x = nn.BatchNorm(momentum=MOMENTUM, **made)(nn.Dense(8)(x), *position, mask=mask, **called)
+            return nn.Dense(3)(nn.relu(x))
+
+    flags = {"train_kwargs": {"train": True}, "eval_kwargs": {"train": False}}
+    check_frozen(Model.from_flax(Net(), features=FEATURES, statistics="frozen", **flags), data)
+
+
+def check_frozen(model, data):
+    """Training and evaluation have the same outputs, and a round changes all parameters and no statistics."""
+    algorithm, examples = fedavg(model, PARTIAL), {"x": data.columns["x"], "y": data.columns["y"]}
+    algorithm.check(data)
+    start = algorithm.init(jax.random.key(0))
+    outputs = model.apply_for_train(start.params, examples, jax.random.key(0))
+    assert_close(outputs, model.apply_for_eval(start.params, examples))
+    state, _ = algorithm.apply(start, cohort(data))
+    change = jax.tree.map(lambda a, b: np.abs(a - b).max(), state.params, start.params)
+    is_frozen = jax.tree.map(lambda role: role == "frozen", model.roles)
+    assert jax.tree.map(lambda x: bool(x == 0), change) == is_frozen and 2 <= sum(jax.tree.leaves(is_frozen)) < 9
 
 
 def counting_in(name, module):

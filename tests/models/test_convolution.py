@@ -93,8 +93,21 @@ def test_the_form_for_gpus_equals_that_for_cpus_and_xlas(padding, channels, out,
     expected = outputs_and_slopes(xlas)
     for backend, products in (("cpu", 16), ("gpu", 1)):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        assert str(jax.make_jaxpr(lambda x: ours(x, w))(x)).count("dot_general[") == products
+        slope = jax.make_jaxpr(lambda x: jax.jvp(lambda x: ours(x, w), (x,), (x,)))(x)
+        assert str(slope).count("dot_general[") == 2 * products  # of the outputs, and of their derivative
         close(outputs_and_slopes(ours), expected)
+
+
+@pytest.mark.parametrize(("channels", "stride", "products"), [(3, 1, 0), (16, 1, 0), (32, 1, 16), (32, 2, 0)])
+def test_outputs_without_a_derivative_on_a_cpu(channels, stride, products):
+    """XLA's convolution, which is fast there, or Winograd's way; in gradients there is no convolution of XLA."""
+    x, w = normal(0, 2, 8, 7, channels), normal(1, 3, 3, channels, 32) / np.float32(np.sqrt(9 * channels))
+    net, haikus = (network(layer, 32, 3, stride, with_bias=False) for layer in (Conv2D, hk.Conv2D))
+    apply = lambda x: net.apply({"conv2_d": {"w": w}}, x)  # noqa: E731
+    text = jax.jit(apply).lower(x).as_text()
+    assert (text.count("dot_general"), "convolution" in text) == (products, products == 0)
+    close(jax.jit(apply)(x), haikus.apply({"conv2_d": {"w": w}}, x))
+    assert "convolution" not in jax.jit(jax.grad(lambda x: jnp.sum(apply(x)))).lower(x).as_text()
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"with_bias": False, "name": "first", "w_init": jnp.ones, "b_init": jnp.ones}])
@@ -146,12 +159,13 @@ def test_it_compiles_to_matrix_products_only(channels):
     assert "convolution" in jax.jit(control).lower(normal(0, 3, 4, 2, 3, 3), normal(1, 3, 1, 2, 6, 6)).as_text()
 
 
-def test_gradient_of_a_first_layer_does_not_compute_that_of_the_images():
+def test_gradients_of_what_does_not_change_are_not_computed():
+    """The images of a first layer, and a frozen kernel."""
     x, w = normal(0, 2, 6, 6, 1), normal(1, 3, 3, 1, 8)
     count = lambda argnums: str(  # noqa: E731
         jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(conv2d(x, w) ** 2), argnums))(w, x)
     ).count("dot_general[")
-    assert (count(0), count((0, 1))) == (2, 3)  # forward and dw; and dx
+    assert (count(0), count(1), count((0, 1))) == (2, 2, 3)  # forward and dw; forward and dx; all
 
 
 @pytest.mark.parametrize("channels", [2, 16])
@@ -218,5 +232,6 @@ def test_errors_for_inputs_that_are_not_float_images():
 @pytest.mark.parametrize(("images", "products"), [(8, 1), (32, 16)])
 def test_patches_are_used_for_few_tiles(monkeypatch, images, products):
     monkeypatch.undo()
-    text = str(jax.make_jaxpr(conv2d)(jnp.ones([images, 8, 8, 16]), jnp.ones([3, 3, 16, 16])))
-    assert text.count("dot_general[") == products
+    x, w = jnp.ones([images, 8, 8, 16]), jnp.ones([3, 3, 16, 16])
+    text = str(jax.make_jaxpr(lambda w: jax.jvp(lambda w: conv2d(x, w), (w,), (w,)))(w))
+    assert text.count("dot_general[") == 2 * products

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim import aggregators, algorithms, models
+from fedsim import aggregators, algorithms, compressors, models
 from fedsim.privacy.attacks import sent_updates
 
 SIZES = [7, 1, 12, 5]
@@ -103,12 +103,15 @@ def assert_close(ours, theirs, tolerance=1e-5):
             np.testing.assert_allclose(ours[module][name], value, atol=tolerance, err_msg=f"{module}/{name}")
 
 
-@pytest.mark.first(1)
-@pytest.mark.parametrize(
+every_execution = pytest.mark.parametrize(
     "execution",
     [fedsim.Jit(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=2), fedsim.Pmap(devices=8), fedsim.Debug()],
     ids=["jit", "lanes", "two", "eight", "debug"],
 )
+
+
+@pytest.mark.first(1)
+@every_execution
 def test_fedavg_with_batch_normalization_against_numpy(execution, data):
     """Sizes are no multiples of the batch size, and a client has a single example."""
     algorithm = fedavg(make_model(), execution=execution)
@@ -119,6 +122,43 @@ def test_fedavg_with_batch_normalization_against_numpy(execution, data):
     assert_close(after.parts.statistics, {"norm": {"mean": mean, "var": var}})
     sent = sum(x.size for x in jax.tree.leaves((after.server.params, after.parts.statistics)))
     assert info.clients["bits_up"][:4].tolist() == [32 * sent] * 4
+
+
+@pytest.mark.slow
+@every_execution
+def test_fedavg_with_batch_normalization_against_pytorch(execution):
+    """Runs where PyTorch is installed, which it is not with fedsim. PyTorch refuses a batch of one example."""
+    torch = pytest.importorskip("torch")
+    draw, sizes = np.random.default_rng(1), [7, 3, 11, 4]
+    columns = {"x": draw.normal(size=(25, 4)).astype(np.float32), "y": draw.integers(0, 3, 25).astype(np.int32)}
+    data = fedsim.FederatedData.from_arrays(columns, sizes=sizes)
+    algorithm = fedavg(make_model(), execution=execution)
+    state = algorithm.init(jax.random.key(0))
+    start = state.params
+
+    def trained_in_pytorch(number):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        body, norm, _, head = net
+        for layer, values in ((body, start["body"]), (head, start["head"])):
+            weight, bias = (torch.tensor(np.array(values[name])) for name in ("w", "b"))
+            layer.load_state_dict({"weight": weight.T, "bias": bias})
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        x, y = (torch.tensor(np.array(data.client(number).examples[name])) for name in ("x", "y"))
+        for xb, yb in zip(x.split(4), y.long().split(4), strict=True):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(xb), yb).backward()
+            optimizer.step()
+        statistics = {"mean": norm.running_mean, "var": norm.running_var}
+        values = {
+            "body": {"w": body.weight.T, "b": body.bias},
+            "norm": {"scale": norm.weight, "offset": norm.bias, **statistics},
+            "head": {"w": head.weight.T, "b": head.bias},
+        }
+        return jax.tree.map(lambda x: x.detach().numpy(), values)
+
+    mean = jax.tree.map(lambda *x: np.average(x, axis=0, weights=sizes), *map(trained_in_pytorch, range(4)))
+    state, _ = algorithm.apply(state, cohort(data, 0))
+    assert_close(state.params, mean)
 
 
 def test_evaluation_uses_running_statistics(data):
@@ -318,14 +358,58 @@ def test_compiled_and_python_agree(cls, options, data):
 
 
 @pytest.mark.slow
-def test_server_optimizers_and_robust_rules_see_parameters_only(data):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"aggregator": aggregators.Krum(attackers=0)},
+        {"server_optimizer": optax.sgd(0.5, momentum=0.9)},
+        {"aggregator": aggregators.Clipped(0.05)},
+        {"aggregator": aggregators.Compressed(compressors.TopK(fraction=0.25))},
+        {"aggregator": aggregators.GaussianMechanism(1.0, clip=0.05, denominator=4), "weighting": "uniform"},
+    ],
+    ids=["krum", "momentum", "clip", "top_k", "noise"],
+)
+def test_server_optimizers_rules_clips_compressors_and_noise_see_parameters_only(options, data):
     """Statistics that are not sent give the same parameters, because training does not read the running statistics."""
-    for options in ({"aggregator": aggregators.Krum(attackers=0)}, {"server_optimizer": optax.sgd(0.5, momentum=0.9)}):
-        averaged, own = (
-            trained(fedavg(make_model(statistics=each), **options), data)[0].server for each in ("average", "client")
-        )
-        for x, y in zip(jax.tree.leaves(averaged), jax.tree.leaves(own), strict=True):
-            np.testing.assert_array_equal(x, y)
+    averaged, own = (trained(fedavg(make_model(statistics=each), **options), data)[0].server for each in ("average", "client"))
+    for x, y in zip(jax.tree.leaves(averaged), jax.tree.leaves(own), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# Bits of a message with n numbers. Of a quarter of them, the values are sent, and one bit for each number says which.
+MESSAGES = {
+    "plain": (algorithms.FedAvg, {}, lambda n: 32 * n),
+    "scaffold": (algorithms.SCAFFOLD, {}, lambda n: 2 * 32 * n),
+    "top_k": (
+        algorithms.FedAvg,
+        {"aggregator": aggregators.Compressed(compressors.TopK(fraction=0.25))},
+        lambda n: 32 * round(n / 4) + n,
+    ),
+    "clip": (algorithms.FedAvg, {"aggregator": aggregators.Clipped(1.0)}, lambda n: 32 * n),
+    "secure_mean": (algorithms.FedAvg, {"aggregator": aggregators.SecureMean(max_weight=12.0)}, lambda n: 32 * (n + 1)),
+}
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.parametrize(
+    ("parts", "trained_part", "statistics", "kept"),
+    [({"frozen": "body/*"}, 16 + 27, 16, 0), ({"frozen": "body/*", "kept": "head/*"}, 16, 16, 27)],
+    ids=["frozen", "kept"],
+)
+def test_messages_and_memory_are_those_of_the_trained_part(message, parts, trained_part, statistics, kept, data):
+    """The body has 40 parameters, the normalization 16 and as many statistics, which no compressor changes, and the head 27."""
+    cls, options, bits = MESSAGES[message]
+    own = {"statistics": "client"} if message == "secure_mean" else {}
+    algorithm = fedavg(make_model(**own).with_parts(**parts), cls, **options)
+    state, info = trained(algorithm, data)
+    assert info.clients["bits_up"][:4].tolist() == [bits(trained_part) + (0 if own else 32 * statistics)] * 4
+    rows = jax.tree.leaves(getattr(state.clients, "rows", ()))
+    expected = kept + (statistics if own else 0) + (trained_part if cls is algorithms.SCAFFOLD else 0)
+    assert sum(x[0].size for x in rows) == expected and all(len(x) == 4 for x in rows)
+    if own:
+        with pytest.raises(ValueError, match=r"would be sent unmasked.*statistics='client'"):
+            trained(fedavg(make_model().with_parts(**parts), cls, **options), data)
 
 
 def plain_norm(examples, is_training):
@@ -393,10 +477,13 @@ def test_frozen_layers_are_not_differentiated(data):
     """Products of a step: forward through both layers, and the gradient of the one that is trained alone."""
 
     def products(model):
-        algorithm = fedavg(model)
+        algorithm = fedavg(model, execution=fedsim.Jit())
         state = fedsim.rounds.server_state(algorithm.init(jax.random.key(0)))
         traced, _ = fedsim.execution.traced_rounds(algorithm, state, data)
-        return str(traced.trace().calls[0].loops[0].jaxpr).count("dot_general")
+        in_step = str(traced.trace().calls[0].loops[0].jaxpr).count("dot_general")
+        compiled = fedsim.Jit().lower(algorithm, cohort(data, 0)).compile().as_text()
+        assert compiled.count(" dot(") == in_step  # so nothing else of the round has products
+        return in_step
 
     # Trained: 2 forward, 2 gradients of weights, 1 of the activations between the layers.
     assert products(dense()) == 5
