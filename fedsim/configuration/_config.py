@@ -25,7 +25,7 @@ How = Literal["vmap", "devices", "sequential"]
 # Where metrics can be written besides metrics.jsonl, with the extra that each needs.
 WRITERS = {"tensorboard": "run", "wandb": "wandb", "mlflow": "mlflow"}
 # Kinds of noise of differential privacy; the last one takes options in parentheses.
-_MECHANISMS = "independent", "tree", "banded", "buffered", "distributed"
+_MECHANISMS = "independent", "tree", "efficient_tree", "banded", "buffered", "distributed"
 # The axes of a mesh, see `fedsim.Sharded`.
 _AXES = ("clients", "model", "data")
 
@@ -323,10 +323,10 @@ class RunConfig:
     dp_mechanism: str = _option(
         "independent",
         "differential privacy",
-        "Noise of a round: independent; correlated between rounds (DP-FTRL) by a matrix: tree, banded or buffered, which needs "
-        "clients in a fixed or shuffled order, such as --sampler cyclic (for banded also cyclic_poisson); or distributed, the "
-        "clients' own integer noise, e.g. 'distributed(law=\"gaussian\", bits=18)', which needs --sampler poisson or all "
-        "clients in every round. All but independent need a fixed --dp-clip.",
+        "Noise of a round: independent; correlated between rounds (DP-FTRL) by a matrix: tree, efficient_tree, banded or "
+        "buffered, which needs clients in a fixed or shuffled order, such as --sampler cyclic (for banded also "
+        "cyclic_poisson); or distributed, the clients' own integer noise, e.g. 'distributed(law=\"gaussian\", bits=18)', which "
+        "needs --sampler poisson or all clients in every round. All but independent need a fixed --dp-clip.",
         builds="aggregator",
     )
     # The optimizer of a server without a learning rate of its own is SGD with the hyperparameter server_learning_rate.
