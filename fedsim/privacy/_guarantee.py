@@ -64,8 +64,11 @@ def check(algorithm: Algorithm, data: FederatedData) -> int:
     return len(_sizes_of_updates(algorithm, data))
 
 
-def _sizes_of_updates(algorithm: Algorithm, data: FederatedData) -> list[int]:
-    """Returns the number of coordinates of each update that a client sends in a round, see `check`."""
+def _sizes_of_updates(algorithm: Algorithm, data: FederatedData, participation: Participation | None = None) -> list[int]:
+    """Returns the number of coordinates of each update that a client sends in a round, see `check`.
+
+    With a participation, errors that clients feed back are refused where sampling should hide who takes part.
+    """
     name = type(algorithm).__name__
     _check_aggregator(name, algorithm.aggregator)
     mechanism = type(algorithm.aggregator.innermost).__name__
@@ -91,6 +94,12 @@ def _sizes_of_updates(algorithm: Algorithm, data: FederatedData) -> list[int]:
             )
         if call.aggregator is not None:
             _check_aggregator(name, call.aggregator)
+        if participation is not None and participation.is_hidden and jax.tree.leaves(call.first_memory):
+            raise ValueError(
+                f"Expected compression without error feedback where {participation}, got {call.aggregator} in {name}: what a "
+                "client sends would depend on the rounds in which it took part before, so each round would show more of them. "
+                "Leave the feedback out, or let clients take turns (--sampler cyclic), which hides nothing."
+            )
     if ways := program.reads_of_server():
         shown = [f"{', '.join(entries)} of {'the cohort' if call == 'plan' else repr(call)}" for call, entries in ways.items()]
         raise ValueError(
@@ -138,7 +147,7 @@ def calibrated(
     4.0
     """
     participation = participation_of(sampler)
-    sizes = _sizes_of_updates(algorithm, sampler.data)
+    sizes = _sizes_of_updates(algorithm, sampler.data, participation)
     mechanism = algorithm.aggregator.innermost
     if isinstance(mechanism, DistributedMechanism):
         _check_distributed(sizes, relation)
@@ -279,7 +288,8 @@ class Guarantee:
           delta, relation: see `epsilon`.
 
         Raises:
-          ValueError: see `check` and `participation_of`; or ``delta`` is above one over the number of clients; or there is a
+          ValueError: see `check` and `participation_of`; or ``delta`` is above one over the number of clients; or sampling
+            hides who takes part, and clients feed back errors of a compressor (`compressors.ErrorFeedback`); or there is a
             `DistributedMechanism`, and a client sends several updates in a round, or the relation is not ``"zero_out"``.
         """
         clients = sampler.data.num_clients
@@ -288,7 +298,7 @@ class Guarantee:
             remedy=f"with a larger one, the data of one of {clients:,} clients may be published",
         )  # fmt: skip
         participation = participation_of(sampler)
-        sizes = _sizes_of_updates(algorithm, sampler.data)
+        sizes = _sizes_of_updates(algorithm, sampler.data, participation)
         mechanism = algorithm.aggregator.innermost
         guarantee: Guarantee
         if isinstance(mechanism, DistributedMechanism):
@@ -301,6 +311,25 @@ class Guarantee:
             guarantee = cls(noise_multiplier=noise, participation=participation, delta=delta, relation=relation, matrix=matrix)
         guarantee.epsilon(1)  # What the accountant refuses, or a missing dp-accounting, is said before the first round.
         return guarantee
+
+    def check_run(self, algorithm: Algorithm, sampler: Sampler) -> None:
+        """Raises ``ValueError`` if the guarantee is seen to be that of another algorithm or of another sampler.
+
+        The program of a round is not traced again, so the noise may be more than that of the guarantee, as it is if a client
+        sends several updates in a round.
+        """
+        mechanism: Any = algorithm.aggregator.innermost
+        participation, noise = participation_of(sampler), getattr(mechanism, "noise_multiplier", 0.0)
+        if (
+            participation != self.participation
+            or noise < self.noise_multiplier
+            or getattr(mechanism, "matrix", None) != self.matrix
+        ):
+            raise ValueError(
+                f"Expected the guarantee of this algorithm with this sampler, got one of the noise multiplier "
+                f"{self.noise_multiplier:.4g} with {self.matrix or 'independent noise'} where {self.participation}; the "
+                f"aggregator is {mechanism}, and in the run, {participation}. Give Guarantee.of(algorithm, sampler, delta=...)."
+            )
 
     def epsilon(self, rounds: int) -> float:
         """Returns ε after a number of rounds, see `fedsim.privacy.epsilon`.
@@ -331,7 +360,8 @@ class Guarantee:
     @property
     def assumptions(self) -> list[str]:
         """What the guarantee assumes, in sentences."""
-        hidden = ", and nobody sees who takes part" if self.participation.is_hidden else ""
+        hidden = ", nobody sees who takes part, and what clients keep between rounds does not change what they send"
+        hidden = hidden if self.participation.is_hidden else ""
         return [
             f"Of the sampling: {self.participation}{hidden}.",
             f"Of the noise: its standard deviation is {self.noise_multiplier:.4g} times what one client can add"

@@ -170,6 +170,10 @@ DISTRIBUTED = [*UNIFORM, "--sampler", "poisson", "--dp-mechanism", "distributed"
             [*UNIFORM, "--sampler", "poisson", "--dp-mechanism", "distributed(clients=3)"],
             "The mechanism of differential privacy 'distributed' has no option 'clients'. Its options are: minimum, bits, law",
         ),
+        (
+            [*UNIFORM, "--sampler", "poisson", "--compressor", "top_k(fraction=0.1)", "--error-feedback"],
+            "Expected compression without error feedback where every client takes part in a round with probability 0.5",
+        ),
         ([*UNIFORM, "--dp-mechanism", "tree(rounds=3)"], "Expected no options of the mechanism tree, got dp_mechanism='tree("),
         ([*UNIFORM, "--dp-mechanism", "bandet"], "There is no mechanism of differential privacy 'bandet'. Did you mean 'band"),
         (["--dp-mechanism", "tree"], "Expected dp_epsilon or dp_noise, with dp_delta and a number for dp_clip, with dp_mecha"),

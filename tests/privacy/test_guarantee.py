@@ -1,6 +1,7 @@
 """What a run promises: which algorithms reach the server through the mechanism alone, and how several updates are counted."""
 
 import dataclasses
+import functools
 import math
 
 import federation
@@ -173,3 +174,42 @@ def test_a_likely_minimum_is_missed_seldom():
     assert with_likely_minimum(algorithm, everyone) is algorithm
     given = make(fedsim.algorithms.FedAvg, DISTRIBUTED)
     assert with_likely_minimum(given, sampler) is given
+
+
+def test_what_clients_keep_of_a_compressor_is_refused_where_sampling_should_hide_who_takes_part():
+    data = federation.data()
+    feedback = aggregators.Compressed(compressors.ErrorFeedback(compressors.TopK(fraction=0.5)), inner=MECHANISM)
+    algorithm = make(fedsim.algorithms.FedAvg, feedback)
+    poisson = fedsim.samplers.PoissonSampler(data, probability=0.5, seed=0)
+    for use in (Guarantee.of, functools.partial(calibrated, epsilon=1.0, rounds=3)):
+        with pytest.raises(ValueError, match="^Expected compression without error feedback where every client takes part in"):
+            use(algorithm, poisson, delta=0.01)
+    Guarantee.of(algorithm, fedsim.samplers.CyclicSampler(data, clients=4, seed=0), delta=0.01)
+    without = aggregators.Compressed(compressors.TopK(fraction=0.5), inner=MECHANISM)
+    Guarantee.of(make(fedsim.algorithms.FedAvg, without), poisson, delta=0.01)
+
+
+def test_a_run_refuses_the_guarantee_of_another_one_and_an_end_by_its_losses():
+    data = federation.data()
+    sampler = fedsim.samplers.PoissonSampler(data, probability=0.5, seed=0)
+    algorithm = make(fedsim.algorithms.FedAvg)
+    guarantee = Guarantee.of(algorithm, sampler, delta=0.01)
+    start = functools.partial(fedsim.experiment.run, rounds=1, folder=None, progress=False)
+    less = make(fedsim.algorithms.FedAvg, dataclasses.replace(MECHANISM, noise_multiplier=0.5))
+    tree = correlated(algorithm, BinaryTree(rounds=1))
+    other = fedsim.samplers.PoissonSampler(data, probability=0.6, seed=0)
+    for wrong in (
+        (less, sampler),
+        (algorithm, other),
+        (tree, sampler),
+        (make(fedsim.algorithms.FedAvg, aggregators.Mean()), sampler),
+    ):
+        with pytest.raises(
+            ValueError, match="^Expected the guarantee of this algorithm with this sampler, got one of the noise"
+        ):
+            start(*wrong, privacy=guarantee)
+    with pytest.raises(ValueError, match="^Expected no stop_when with privacy, got stop_when='spent"):
+        start(algorithm, sampler, privacy=guarantee, stop_when="spent(megabytes=1)")
+    guarantee.check_run(algorithm, sampler)
+    two = make(fedsim.algorithms.Mime)
+    Guarantee.of(two, sampler, delta=0.01).check_run(two, sampler)
