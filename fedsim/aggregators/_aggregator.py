@@ -49,11 +49,17 @@ class Aggregator:
       skips_empty_rounds: whether a round in which no update arrives leaves the state unchanged. A mechanism of differential
         privacy must not show that.
       is_secure: whether clients send masked integers, of which the server sees no more than the sum of several clients.
+      counts_nonfinite: whether a client whose update is not finite sends what it would send of zeros, and counts. Where clients
+        add noise, its absence would show that.
     """
 
     adds_weights: ClassVar[bool] = False
     is_secure: ClassVar[bool] = False
     skips_empty_rounds: ClassVar[bool] = True
+
+    @property
+    def counts_nonfinite(self) -> bool:
+        return False
 
     @property
     def sends_unchanged(self) -> bool:
@@ -266,6 +272,10 @@ class Wrapper(Aggregator):
     @property
     def sends_unchanged(self) -> bool:
         return type(self).send is Wrapper.send and self.inner.sends_unchanged
+
+    @property
+    def counts_nonfinite(self) -> bool:
+        return self.inner.counts_nonfinite
 
     @property
     def innermost(self) -> Aggregator:
