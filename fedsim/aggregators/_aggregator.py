@@ -49,8 +49,6 @@ class Aggregator:
       skips_empty_rounds: whether a round in which no update arrives leaves the state unchanged. A mechanism of differential
         privacy must not show that.
       is_secure: whether clients send masked integers, of which the server sees no more than the sum of several clients.
-      counts_nonfinite: whether a client whose update is not finite sends what it would send of zeros, and counts. Where clients
-        add noise, its absence would show that.
     """
 
     adds_weights: ClassVar[bool] = False
@@ -59,6 +57,10 @@ class Aggregator:
 
     @property
     def counts_nonfinite(self) -> bool:
+        """Whether a client whose update is not finite sends what `send` makes of zeros, and counts.
+
+        Where clients add noise, the missing noise would show which update was not finite.
+        """
         return False
 
     @property

@@ -115,6 +115,18 @@ def test_noise_of_the_clients_is_accounted_for_and_goes_on_after_a_break(tmp_pat
     assert f"If it is known who took part: ε = {seen:.3g} for a client with the most rounds ({part.max()})" in text
 
 
+@pytest.mark.slow
+def test_mechanisms_may_vary_in_a_sweep(tmp_path):
+    """Correlated noise has the ε of two rounds of a client, who takes part once, by the sensitivity of the tree."""
+    options = "--sampler", "cyclic", "--dp-noise", "3", "--dp-clip", "0.5", "--dp-mechanism", "independent,efficient_tree"
+    assert run(tmp_path, *options, "--rounds", "2") == 0
+    found = {name: fedsim.experiment.load(tmp_path / f"dp_mechanism={name},seed=0") for name in options[-1].split(",")}
+    once = fedsim.privacy.Epochs(6, separation=6)
+    for name, norm in (("independent", 1.0), ("efficient_tree", 1.8**0.5)):
+        expected = fedsim.privacy.epsilon(3.0 / norm, once, rounds=2, delta=0.01)
+        assert found[name].history[-1]["epsilon"] == pytest.approx(expected, rel=1e-3)
+
+
 NOISE = ["--dp-noise", "1", "--dp-delta", "0.01", "--dp-clip", "0.5"]
 UNIFORM = [*NOISE, "--weighting", "uniform"]
 DISTRIBUTED = [*UNIFORM, "--sampler", "poisson", "--dp-mechanism", "distributed"]
