@@ -56,6 +56,14 @@ class Aggregator:
     skips_empty_rounds: ClassVar[bool] = True
 
     @property
+    def counts_nonfinite(self) -> bool:
+        """Whether a client whose update is not finite sends what `send` makes of zeros, and counts.
+
+        Where clients add noise, the missing noise would show which update was not finite.
+        """
+        return False
+
+    @property
     def sends_unchanged(self) -> bool:
         """Whether clients send their updates unchanged. If True, `send` is not called."""
         return type(self).send is Aggregator.send
@@ -269,6 +277,10 @@ class Wrapper(Aggregator):
     @property
     def sends_unchanged(self) -> bool:
         return type(self).send is Wrapper.send and self.inner.sends_unchanged
+
+    @property
+    def counts_nonfinite(self) -> bool:
+        return self.inner.counts_nonfinite
 
     @property
     def innermost(self) -> Aggregator:

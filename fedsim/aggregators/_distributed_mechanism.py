@@ -54,7 +54,7 @@ class DistributedMechanism(SumAggregator):
     bounded, adds integer noise, and sends the integers modulo 2^bits. The server gets their sum by secure aggregation, takes it
     as signed, and undoes scale and rotation. The aggregate is the sum divided by ``clients``, with noise of the standard
     deviation z c / ``clients`` or more on each coordinate. Integers are added exactly, so it has the same bits on any number of
-    devices. `fedsim.privacy.distributed_epsilon` is the accountant.
+    devices. `fedsim.privacy.distributed_epsilon` is the accountant. A client whose update is not finite sends noise alone.
 
     Attributes:
       noise_multiplier: z, at least 0: the standard deviation of the noise of ``minimum`` clients on the sum, in units of c.
@@ -111,6 +111,10 @@ class DistributedMechanism(SumAggregator):
                 f"Expected bits of at least {needed} for the rounding of {self.clients} clients, got bits={self.bits}: the sum "
                 "would wrap. Give more bits, fewer clients, or a larger wrap_probability."
             )
+
+    @property
+    def counts_nonfinite(self) -> bool:
+        return True
 
     @property
     def not_differentiable(self) -> str:

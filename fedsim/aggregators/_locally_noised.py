@@ -26,7 +26,8 @@ class LocallyNoised(Wrapper):
     help, because the server knows who sent an update. Of a mean of n clients, the noise has the deviation noise_multiplier *
     clip / √n, √n times that of a server that adds noise once.
 
-    Compression in ``inner`` changes noised updates, and so costs no privacy. Weights, losses and numbers of examples have no
+    A client whose update is not finite sends noise alone. Compression in ``inner`` changes noised updates, and so costs no
+    privacy. Weights, losses and numbers of examples have no
     noise, so clients need equal weights.
 
     Attributes:
@@ -55,6 +56,10 @@ class LocallyNoised(Wrapper):
         super().__post_init__()
         checks.number(least=0, noise_multiplier=self.noise_multiplier)
         checks.positive(clip=self.clip, remedy="give the norm that updates are clipped to")
+
+    @property
+    def counts_nonfinite(self) -> bool:
+        return True
 
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)

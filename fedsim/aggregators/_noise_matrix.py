@@ -5,10 +5,12 @@ noise. So the noise of a prefix sum is A C⁻¹ Z, and the privacy is that of re
 "Practical and private (deep) learning without sampling or shuffling", ICML 2021: https://arxiv.org/abs/2103.00039.
 `BandedToeplitz`: C. A. Choquette-Choo et al., "(Amplified) banded matrix factorization: a unified approach to private
 training", NeurIPS 2023: https://arxiv.org/abs/2306.08153. `BufferedToeplitz`: K. Dvijotham et al., "Efficient and near-optimal
-noise generation for streaming differential privacy", FOCS 2024: https://arxiv.org/abs/2404.16706.
+noise generation for streaming differential privacy", FOCS 2024: https://arxiv.org/abs/2404.16706. ``efficient`` trees: J.
+Honaker, "Efficient use of differentially private binary trees", TPDP 2015, estimation from below.
 
-Deviation: the binary tree has a node for each round, those from which prefix sums are computed, so C is square. The paper also
-has the right children of its nodes, which only its more precise estimates use.
+Deviations: the binary tree has a node for each round, those from which prefix sums are computed, so C is square. The papers
+also have the right children of these nodes, which only Honaker's estimates use. With these, C is the square matrix whose prefix
+sums have the same joint distribution; its sensitivity is smaller than that of all nodes of the tree.
 """
 
 from __future__ import annotations
@@ -79,6 +81,11 @@ class BinaryTree(NoiseMatrix):
 
     A prefix sum is the sum of at most log₂ n + 1 such rows. The memory has as many copies of the parameters.
 
+    Attributes:
+      efficient: whether each of these sums is estimated from its own node of the tree and from all nodes below it, with the
+        smallest variance (Honaker's estimates from below). The sum over b = 2^(k - 1) rounds then has the variance
+        1 / (2 - 2^(1 - k)) in place of 1.
+
     >>> print(BinaryTree(rounds=4).dense(4).astype(int))
     [[1 0 0 0]
      [1 1 0 0]
@@ -86,9 +93,38 @@ class BinaryTree(NoiseMatrix):
      [1 1 1 1]]
     """
 
+    efficient: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.truth(efficient=self.efficient)
+
+    def _weights(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the deviation of new noise in the estimate of a node, by its level, and the weights of earlier estimates.
+
+        A node of level k ends in the same round as the nodes below it on its right side. Their noise is new, and together
+        normal. What remains are the nodes to the left of these, one of each level below k.
+        """
+        levels = self.rounds.bit_length()
+        variances, weights, own = np.ones(levels), np.zeros([levels, levels]), 1.0
+        for level in range(1, levels if self.efficient else 0):
+            # Weights are inverse to variances, so the node's own weight is also the variance of its estimate.
+            own = 2 * own / (2 * own + 1)
+            variances[level] = own**2 + (1 - own) ** 2 * variances[level - 1]
+            weights[level] = (1 - own) * weights[level - 1]
+            weights[level, level - 1] = 1 - own
+        return np.sqrt(variances), weights
+
     def dense(self, rounds: int) -> np.ndarray:
         last, column = np.arange(1, rounds + 1)[:, None], np.arange(1, rounds + 1)
-        return ((last - (last & -last) < column) & (column <= last)).astype(np.float64)
+        block = last & -last
+        deviations, weights = self._weights()
+        level = np.log2(block[:, 0]).astype(int)
+        matrix = ((last - block < column) & (column <= last)).astype(np.float64)
+        for below in range(self.rounds.bit_length()):
+            left = (last - 2 ** (below + 1) < column) & (column <= last - 2**below)
+            matrix -= weights[level, below][:, None] * left
+        return matrix / deviations[level][:, None]
 
     def init(self, noise: Noise) -> Memory:
         levels = self.rounds.bit_length()
@@ -102,6 +138,13 @@ class BinaryTree(NoiseMatrix):
         def along(chosen: jax.Array, node: jax.Array) -> jax.Array:
             return chosen.reshape((-1,) + (1,) * (node.ndim - 1))
 
+        if self.efficient:
+            deviation, weights = (jnp.asarray(each)[jnp.sum(length < block)] for each in self._weights())
+
+            def estimate(x: jax.Array, node: jax.Array) -> jax.Array:
+                return deviation.astype(x.dtype) * x + jnp.sum(along(weights.astype(x.dtype), node) * node, 0)
+
+            noise = jax.tree.map(estimate, noise, nodes)
         # The node of this round replaces the shorter ones in all later prefix sums.
         residual = jax.tree.map(lambda x, node: x - jnp.sum(jnp.where(along(length < block, node), node, 0), 0), noise, nodes)
         nodes = jax.tree.map(lambda x, node: jnp.where(along(length == block, node), x, node), noise, nodes)

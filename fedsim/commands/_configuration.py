@@ -47,7 +47,7 @@ _MAIN = (
     "client_learning_rate", "validation", "seeds", "folder", "from", "trust",
 )  # fmt: skip
 # The names that may have several values.
-_NAMES = (*fields_that_name("code"), "client_optimizer", "client_schedule", "sampler")
+_NAMES = (*fields_that_name("code"), "client_optimizer", "client_schedule", "sampler", "dp_mechanism")
 
 
 class Configured(NamedTuple):

@@ -248,10 +248,12 @@ def _with_privacy(experiment: Experiment, config: RunConfig) -> Experiment:
 
     assert config.dp_delta is not None
     algorithm, sampler, delta = experiment.algorithm, experiment.sampler, config.dp_delta
-    if config.dp_mechanism != "independent":
+    if config.noise_kind == "distributed":
+        algorithm = privacy.with_likely_minimum(algorithm, sampler)
+    elif config.noise_kind != "independent":
         cache = datasets.cache_folder() / "noise"
-        matrix = privacy.noise_matrix(config.dp_mechanism, sampler, rounds=config.rounds, cache=cache)
-        algorithm = privacy.correlated(algorithm, matrix)
+        kind: Any = config.noise_kind
+        algorithm = privacy.correlated(algorithm, privacy.noise_matrix(kind, sampler, rounds=config.rounds, cache=cache))
     if config.dp_epsilon is not None:
         algorithm = privacy.calibrated(algorithm, sampler, epsilon=config.dp_epsilon, delta=delta, rounds=config.rounds)
     return experiment._replace(algorithm=algorithm, privacy=privacy.Guarantee.of(algorithm, sampler, delta=delta))
@@ -383,9 +385,7 @@ def _communication(cls: type[Algorithm], field: dataclasses.Field[Any], config: 
         _check_inner(config.aggregator)
         aggregator = make("aggregator", config.aggregator, aggregators.AGGREGATORS, aggregators.Aggregator)
     elif config.dp_clip is not None:
-        clip = aggregators.AdaptiveClip() if config.dp_clip == "adaptive" else float(config.dp_clip)
-        noise = 1.0 if config.dp_noise is None else config.dp_noise  # `_with_privacy` finds that of an ε.
-        aggregator = aggregators.GaussianMechanism(noise, clip=clip, denominator=config.clients)
+        aggregator = _mechanism(config, config.dp_clip)
     else:
         own = field.default_factory
         aggregator = own() if callable(own) else field.default
@@ -399,6 +399,18 @@ def _communication(cls: type[Algorithm], field: dataclasses.Field[Any], config: 
     if config.downlink is not None:
         downlink = make("compressor", config.downlink, compressors.COMPRESSORS, Compressor)
     return {"aggregator": aggregator, "downlink": downlink}
+
+
+def _mechanism(config: RunConfig, clip: str) -> aggregators.Aggregator:
+    """Returns the aggregator with noise, whose matrix and whose noise for an ε `_with_privacy` finds."""
+    noise = 1.0 if config.dp_noise is None else config.dp_noise
+    if config.noise_kind != "distributed":
+        norm = aggregators.AdaptiveClip() if clip == "adaptive" else float(clip)
+        return aggregators.GaussianMechanism(noise, clip=norm, denominator=config.clients)
+    kind, mechanism = "mechanism of differential privacy", aggregators.DistributedMechanism
+    own = {"noise_multiplier": noise, "clip": float(clip), "clients": config.clients}
+    check_options(kind, "distributed", mechanism, parse_call(config.dp_mechanism)[1], reserved=own)
+    return make(kind, config.dp_mechanism, {"distributed": mechanism}, mechanism, **own)
 
 
 def _graph(cls: type[Algorithm], config: RunConfig, nodes: int | None) -> dict[str, Any]:

@@ -24,6 +24,8 @@ How = Literal["vmap", "devices", "sequential"]
 
 # Where metrics can be written besides metrics.jsonl, with the extra that each needs.
 WRITERS = {"tensorboard": "run", "wandb": "wandb", "mlflow": "mlflow"}
+# Kinds of noise of differential privacy; the last one takes options in parentheses.
+_MECHANISMS = "independent", "tree", "efficient_tree", "banded", "buffered", "distributed"
 # The axes of a mesh, see `fedsim.Sharded`.
 _AXES = ("clients", "model", "data")
 
@@ -318,12 +320,13 @@ class RunConfig:
         "Largest norm of an update: a number, or 'adaptive' for the median of the norms, which is estimated with noise, too.",
         builds="aggregator",
     )
-    dp_mechanism: Literal["independent", "tree", "banded", "buffered"] = _option(
+    dp_mechanism: str = _option(
         "independent",
         "differential privacy",
-        "Noise of a round: independent, or correlated between rounds (DP-FTRL) by a binary tree, a banded or a buffered "
-        "Toeplitz matrix, which needs clients in a fixed or shuffled order, such as --sampler cyclic (for banded also "
-        "cyclic_poisson), and a fixed --dp-clip.",
+        "Noise of a round: independent; correlated between rounds (DP-FTRL) by a matrix: tree, efficient_tree, banded or "
+        "buffered, which needs clients in a fixed or shuffled order, such as --sampler cyclic (for banded also "
+        "cyclic_poisson); or distributed, the clients' own integer noise, e.g. 'distributed(law=\"gaussian\", bits=18)', which "
+        "needs --sampler poisson or all clients in every round. All but independent need a fixed --dp-clip.",
         builds="aggregator",
     )
     # The optimizer of a server without a learning rate of its own is SGD with the hyperparameter server_learning_rate.
@@ -427,6 +430,11 @@ class RunConfig:
         """Whether the run has differential privacy."""
         return self.dp_epsilon is not None or self.dp_noise is not None
 
+    @property
+    def noise_kind(self) -> str:
+        """The name of the mechanism of differential privacy, without its options."""
+        return parse_call(self.dp_mechanism)[0]
+
     def _check_privacy(self) -> None:
         checks.positive(or_none=True, dp_epsilon=self.dp_epsilon, remedy="8 is a weak guarantee, 1 a strong one")
         checks.number(least=0, or_none=True, dp_noise=self.dp_noise)
@@ -447,7 +455,13 @@ class RunConfig:
             except ValueError:
                 number = None
             checks.positive(dp_clip=self.dp_clip if number is None else number, remedy="give a norm such as 0.5, or 'adaptive'")
-        if self.dp_mechanism != "independent" and (not self.is_private or self.dp_clip == "adaptive"):
+        look_up("mechanism of differential privacy", self.noise_kind, dict.fromkeys(_MECHANISMS))
+        if self.noise_kind != "distributed" and self.noise_kind != self.dp_mechanism:
+            raise ValueError(
+                f"Expected no options of the mechanism {self.noise_kind}, got dp_mechanism={self.dp_mechanism!r}: write "
+                f"dp_mechanism={self.noise_kind!r}. Only 'distributed' has options."
+            )
+        if self.noise_kind != "independent" and (not self.is_private or self.dp_clip == "adaptive"):
             raise ValueError(
                 f"Expected dp_epsilon or dp_noise, with dp_delta and a number for dp_clip, with dp_mechanism="
                 f"{self.dp_mechanism!r}, got {shown or 'none of them'}: give, for example, dp_epsilon=8, dp_delta=1e-6 and "

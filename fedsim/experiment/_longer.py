@@ -46,7 +46,7 @@ def check_rounds(paths: RunFolder, old: RunConfig, new: RunConfig, settings: Set
             f"dp_epsilon={old.dp_epsilon:g} is that of {old.rounds} rounds, so the {finished} finished rounds had other noise "
             f"than in a run of {new.rounds} rounds: {remedy}. A run with --dp-noise can have any number of rounds."
         )
-    if old.dp_mechanism != "independent":
+    if old.noise_kind not in ("independent", "distributed"):
         raise ValueError(
             f"dp_mechanism={old.dp_mechanism!r} correlates the noise of {old.rounds} rounds, so the privacy of {new.rounds} "
             f"rounds is not known: {remedy}."

@@ -123,11 +123,12 @@ def run(
         continues goes on in the same run of Weights & Biases and MLflow, and no round is written twice. What they have is never
         deleted, such as the last evaluation of a run that gets more rounds.
       privacy: the guarantee of the algorithm with this sampler, ``Guarantee.of(algorithm, sampler, delta=...)``: the lines of
-        evaluations then have ``epsilon`` after their round, and the closing table what it means.
+        evaluations then have ``epsilon`` after their round, and the closing table what it means. It takes no ``stop_when``.
 
     Raises:
       ImportError: the library of one of the ``writers`` is not installed.
-      ValueError: a number is not positive, the data does not fit the model, or the folder holds another run.
+      ValueError: a number is not positive, the data does not fit the model, the folder holds another run, or ``privacy`` is of
+        another one.
       OSError: a file cannot be written, for example because the disk is full. The message names the file, the last saved
         round, and how to continue.
 

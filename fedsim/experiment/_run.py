@@ -102,8 +102,15 @@ class Run(Rounds):
         if not is_steered(sampler):  # A schedule that is too short raises its error now instead of after its last round.
             checked_cohort(sampler, rounds - 1, first)
         algorithm.check(first.data)
-        if privacy and privacy.matrix:
-            privacy.epsilon(rounds)  # Raises if the noise is correlated between fewer rounds.
+        if privacy:
+            privacy.check_run(algorithm, sampler)
+            if privacy.matrix:
+                privacy.epsilon(rounds)  # Raises if the noise is correlated between fewer rounds.
+            if stop_when:
+                raise ValueError(
+                    f"Expected no stop_when with privacy, got stop_when={stop_when!r}: when the run ends would depend on "
+                    "examples and numbers of clients without noise. Leave it out."
+                )
         key = rng.stream(first.key, "init")
         like = jax.eval_shape(algorithm.init, key)
         self._compute_scores = evaluate or default_evaluation(algorithm, first.data, test_data, like)

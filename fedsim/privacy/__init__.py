@@ -18,10 +18,12 @@ from fedsim.privacy._factorization import deviation_of_sums as deviation_of_sums
 from fedsim.privacy._factorization import max_loss as max_loss
 from fedsim.privacy._factorization import noise_matrix as noise_matrix
 from fedsim.privacy._factorization import sensitivity as sensitivity
+from fedsim.privacy._guarantee import DistributedGuarantee as DistributedGuarantee
 from fedsim.privacy._guarantee import Guarantee as Guarantee
 from fedsim.privacy._guarantee import calibrated as calibrated
 from fedsim.privacy._guarantee import check as check
 from fedsim.privacy._guarantee import correlated as correlated
+from fedsim.privacy._guarantee import with_likely_minimum as with_likely_minimum
 from fedsim.privacy._participation import CyclicPoisson as CyclicPoisson
 from fedsim.privacy._participation import Epochs as Epochs
 from fedsim.privacy._participation import EveryRound as EveryRound

@@ -12,9 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from fedsim.data import Cohort
-from fedsim.privacy._accountant import epsilon
 from fedsim.privacy._guarantee import Guarantee
-from fedsim.privacy._participation import EveryRound
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,22 +28,22 @@ class Actual:
       rounds: the number of rounds in which each client took part, ``int64 [population]``.
       sensitivity: the largest change of all sums of the run by each client, in norms, ``float64 [population]``. With
         independent noise it is the square root of ``rounds``.
-      noise_multiplier, delta: of the guarantee.
+      guarantee: of the run.
 
-    >>> found = Actual(rounds=np.array([0, 4]), sensitivity=np.array([0.0, 2.0]), noise_multiplier=4.0, delta=0.01)
+    >>> import fedsim
+    >>> guarantee = Guarantee(noise_multiplier=4.0, participation=fedsim.privacy.EveryRound(), delta=0.01)
+    >>> found = Actual(rounds=np.array([0, 4]), sensitivity=np.array([0.0, 2.0]), guarantee=guarantee)
     >>> found.epsilon(0.0), round(found.epsilon(), 2)
     (0.0, 0.92)
     """
 
     rounds: np.ndarray
     sensitivity: np.ndarray
-    noise_multiplier: float
-    delta: float
+    guarantee: Guarantee
 
     def epsilon(self, quantile: float = 1.0) -> float:
         """Returns ε of a client: of the one with the largest sensitivity, or of another quantile of the clients."""
-        found = float(np.quantile(self.sensitivity, quantile, method="higher"))
-        return epsilon(self.noise_multiplier / found, EveryRound(), rounds=1, delta=self.delta) if found else 0.0
+        return self.guarantee.epsilon_if_seen(float(np.quantile(self.sensitivity, quantile, method="higher")))
 
     def text(self) -> str:
         """Returns the numbers of rounds and ε of the client that took part most and of the median, as a sentence."""
@@ -93,6 +91,5 @@ def actual(guarantee: Guarantee, cohorts: Iterable[Cohort]) -> Actual:
     return Actual(
         rounds=part.sum(axis=0).astype(np.int64),
         sensitivity=np.sqrt(np.sum(np.square(sums), axis=0)),
-        noise_multiplier=guarantee.noise_multiplier,
-        delta=guarantee.delta,
+        guarantee=guarantee,
     )

@@ -25,7 +25,7 @@ from fedsim.durable_files import replace_text
 from fedsim.privacy._participation import CyclicPoisson, Participation, participation_of
 from fedsim.samplers import Sampler
 
-Correlation = Literal["tree", "banded", "buffered"]
+Correlation = Literal["tree", "efficient_tree", "banded", "buffered"]
 Values = dict[str, list[float]]
 
 
@@ -180,7 +180,8 @@ def noise_matrix(
     """Returns a matrix of a kind for these rounds and clients.
 
     Args:
-      kind: ``"tree"``, a binary tree; ``"banded"``, with as many bands as a client's rounds are apart; or ``"buffered"``.
+      kind: ``"tree"``, a binary tree; ``"efficient_tree"``, with more precise sums; ``"banded"``, with as many bands as a
+        client's rounds are apart; or ``"buffered"``.
       participation: see `sensitivity`.
       rounds: n.
       cache: see `banded_toeplitz`.
@@ -191,9 +192,9 @@ def noise_matrix(
 
     >>> from fedsim.privacy import Epochs
     >>> noise_matrix("tree", Epochs(10, separation=10), rounds=100)
-    BinaryTree(rounds=100)
+    BinaryTree(rounds=100, efficient=False)
     """
-    checks.one_of("tree", "banded", "buffered", kind=kind)
+    checks.one_of("tree", "efficient_tree", "banded", "buffered", kind=kind)
     known = participation_of(participation)
     if isinstance(known, CyclicPoisson) and kind != "banded":
         raise ValueError(
@@ -201,8 +202,8 @@ def noise_matrix(
             "amplify the privacy of banded noise alone. Use fedsim.samplers.CyclicSampler for other matrices."
         )
     separation = known.cycle if isinstance(known, CyclicPoisson) else _separation(known)
-    if kind == "tree":
-        return BinaryTree(rounds=rounds)
+    if kind in ("tree", "efficient_tree"):
+        return BinaryTree(rounds=rounds, efficient=kind == "efficient_tree")
     if kind == "buffered":
         return buffered_toeplitz(rounds, participation, cache=cache)
     if separation == 1 and rounds > 1:

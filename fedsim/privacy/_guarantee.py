@@ -10,12 +10,22 @@ from typing import Any
 import jax
 
 from fedsim import checks
-from fedsim.aggregators import Aggregator, Clipped, Compressed, GaussianMechanism, MatrixMechanism, NoiseMatrix
+from fedsim.aggregators import (
+    Aggregator,
+    Clipped,
+    Compressed,
+    DistributedMechanism,
+    GaussianMechanism,
+    MatrixMechanism,
+    NoiseMatrix,
+    Wrapper,
+)
 from fedsim.algorithm import Algorithm
 from fedsim.data import FederatedData
 from fedsim.execution import traced_rounds
 from fedsim.privacy._accountant import epsilon, noise_multiplier
-from fedsim.privacy._participation import Participation, Relation, participation_of
+from fedsim.privacy._distributed_noise import distributed_epsilon, distributed_noise_multiplier
+from fedsim.privacy._participation import EveryRound, Participation, Poisson, Relation, participation_of
 from fedsim.samplers import Sampler
 
 _RELATIONS = {
@@ -26,13 +36,14 @@ _RELATIONS = {
 
 
 def check(algorithm: Algorithm, data: FederatedData) -> int:
-    """Returns how many updates a client sends to the server in a round, all of them through a `GaussianMechanism`.
+    """Returns how many updates a client sends to the server in a round, all of them through a mechanism with noise.
 
     The traced program of the round is followed from the server's state after the round back to the clients, so it holds for all
     data. Apart from the noised aggregates, the state may depend on nothing that clients send or that is known of them.
 
     Args:
-      algorithm: with a `GaussianMechanism` as aggregator; `Clipped` and `Compressed` may be around it.
+      algorithm: with a `GaussianMechanism`, `MatrixMechanism` or `DistributedMechanism` as aggregator; `Clipped` and
+        `Compressed` may be around it.
       data: the population.
 
     Raises:
@@ -50,8 +61,17 @@ def check(algorithm: Algorithm, data: FederatedData) -> int:
     ...
     ValueError: Expected the server of SCAFFOLD to learn of clients through GaussianMechanism alone, got ...
     """
+    return len(_sizes_of_updates(algorithm, data))
+
+
+def _sizes_of_updates(algorithm: Algorithm, data: FederatedData, participation: Participation | None = None) -> list[int]:
+    """Returns the number of coordinates of each update that a client sends in a round, see `check`.
+
+    With a participation, errors that clients feed back are refused where sampling should hide who takes part.
+    """
     name = type(algorithm).__name__
     _check_aggregator(name, algorithm.aggregator)
+    mechanism = type(algorithm.aggregator.innermost).__name__
     if type(algorithm).apply is not Algorithm.apply:
         raise ValueError(f"Expected a round whose program can be checked, got {name}, which overrides apply: override round.")
     if algorithm.staleness is not None:
@@ -74,25 +94,32 @@ def check(algorithm: Algorithm, data: FederatedData) -> int:
             )
         if call.aggregator is not None:
             _check_aggregator(name, call.aggregator)
+        if participation is not None and participation.is_hidden and jax.tree.leaves(call.first_memory):
+            raise ValueError(
+                f"Expected compression without error feedback where {participation}, got {call.aggregator} in {name}: what a "
+                "client sends would depend on the rounds in which it took part before, so each round would show more of them. "
+                "Leave the feedback out, or let clients take turns (--sampler cyclic), which hides nothing."
+            )
     if ways := program.reads_of_server():
         shown = [f"{', '.join(entries)} of {'the cohort' if call == 'plan' else repr(call)}" for call, entries in ways.items()]
         raise ValueError(
-            f"Expected the server of {name} to learn of clients through GaussianMechanism alone, got a state that also depends "
+            f"Expected the server of {name} to learn of clients through {mechanism} alone, got a state that also depends "
             f"on {' and on '.join(shown)}, without noise: use another algorithm, such as FedAvg."
         )
-    return sum(call.aggregator is not None for call in program.calls)
+    updates = [call.update for call in program.calls if call.aggregator is not None]
+    return [sum(leaf.size for leaf in jax.tree.leaves(update)) for update in updates]
 
 
 def _check_aggregator(name: str, aggregator: Aggregator) -> None:
     inner = aggregator
     while isinstance(inner, (Clipped, Compressed)):
         inner = inner.inner
-    if type(inner) not in (GaussianMechanism, MatrixMechanism):
+    if type(inner) not in (GaussianMechanism, MatrixMechanism, DistributedMechanism):
         raise ValueError(
             f"Expected updates to be aggregated by GaussianMechanism, got {type(inner).__name__} in {name}: what clients "
-            "send besides, or what combines the updates, has no known sensitivity. Use aggregator=GaussianMechanism(...) or "
-            "MatrixMechanism(...), which only Clipped and Compressed may wrap, and an algorithm whose clients send nothing but "
-            "an update."
+            "send besides, or what combines the updates, has no known sensitivity. Use aggregator=GaussianMechanism(...), "
+            "MatrixMechanism(...) or DistributedMechanism(...), which only Clipped and Compressed may wrap, and an algorithm "
+            "whose clients send nothing but an update."
         )
 
 
@@ -102,12 +129,12 @@ def calibrated(
     """Returns the algorithm with the noise multiplier with which a number of rounds has (ε, δ) differential privacy.
 
     Args:
-      algorithm: with a `GaussianMechanism`, whose own noise multiplier is not used, see `check`.
+      algorithm: with a mechanism, whose own noise multiplier is not used, see `check`.
       sampler: of the rounds, see `participation_of`.
       epsilon, delta, rounds, relation: see `noise_multiplier`.
 
     Raises:
-      ValueError: see `check`, `participation_of` and `noise_multiplier`.
+      ValueError: see `check`, `participation_of`, `noise_multiplier`, and with a `DistributedMechanism` `Guarantee.of`.
 
     >>> import optax, fedsim
     >>> data = fedsim.datasets.load("digits(clients=50)").train
@@ -120,10 +147,15 @@ def calibrated(
     4.0
     """
     participation = participation_of(sampler)
-    calls = check(algorithm, sampler.data)
-    matrix = getattr(algorithm.aggregator.innermost, "matrix", None)
-    noise = noise_multiplier(epsilon, participation, rounds=rounds, delta=delta, relation=relation, matrix=matrix)
-    noise *= math.sqrt(calls)
+    sizes = _sizes_of_updates(algorithm, sampler.data, participation)
+    mechanism = algorithm.aggregator.innermost
+    if isinstance(mechanism, DistributedMechanism):
+        _check_distributed(sizes, relation)
+        noise = distributed_noise_multiplier(epsilon, mechanism, sizes[0], participation, rounds=rounds, delta=delta)
+    else:
+        matrix = getattr(mechanism, "matrix", None)
+        noise = noise_multiplier(epsilon, participation, rounds=rounds, delta=delta, relation=relation, matrix=matrix)
+        noise *= math.sqrt(len(sizes))
 
     return _with_mechanism(algorithm, lambda mechanism: dataclasses.replace(mechanism, noise_multiplier=noise))
 
@@ -148,20 +180,64 @@ def correlated(algorithm: Algorithm, matrix: NoiseMatrix) -> Algorithm:
     """
     _check_aggregator(type(algorithm).__name__, algorithm.aggregator)
 
-    def change(mechanism: GaussianMechanism) -> GaussianMechanism:
+    def change(mechanism: Any) -> MatrixMechanism:
+        if isinstance(mechanism, DistributedMechanism):
+            raise ValueError(
+                f"Expected a GaussianMechanism for noise that is correlated between rounds, got {mechanism}: clients do not "
+                "keep their noise. Use a GaussianMechanism."
+            )
         names = "noise_multiplier", "clip", "denominator", "largest_weight"
         return MatrixMechanism(**{name: getattr(mechanism, name) for name in names}, matrix=matrix)
 
     return _with_mechanism(algorithm, change)
 
 
-def _with_mechanism(algorithm: Algorithm, change: Callable[[GaussianMechanism], GaussianMechanism]) -> Algorithm:
+def with_likely_minimum(algorithm: Algorithm, sampler: Sampler, *, chance: float = 0.01) -> Algorithm:
+    """Returns the algorithm with a minimum of clients for its `DistributedMechanism`, if it has none, that few rounds miss.
+
+    With Poisson sampling, the number of clients in a round is random, and the sum of fewer than the minimum is not revealed.
+    The minimum is the largest number that a round misses with a probability of at most ``chance``, and at least 2. Where all
+    cohorts have the same size, nothing changes.
+
+    Args:
+      algorithm: with a `DistributedMechanism`; `Clipped` may be around it.
+      sampler: of the rounds.
+      chance: the probability that a round reveals nothing, in (0, 1).
+
+    Raises:
+      ValueError: the aggregator has no `DistributedMechanism`, ``chance`` is out of its range, or see `participation_of`.
+
+    >>> import optax, fedsim
+    >>> data = fedsim.datasets.load("digits(clients=1000)").train
+    >>> mechanism = DistributedMechanism(1.0, clip=0.5, clients=100)
+    >>> algorithm = fedsim.algorithms.FedSGD(
+    ...     model=fedsim.models.digits_logistic(), server_optimizer=optax.sgd(0.1), weighting="uniform", aggregator=mechanism)
+    >>> sampler = fedsim.samplers.PoissonSampler(data, probability=0.1, seed=0)
+    >>> with_likely_minimum(algorithm, sampler).aggregator.minimum
+    79
+    """
+    from scipy.stats import binom
+
+    checks.number(above=0, below=1, chance=chance)
+    mechanism = algorithm.aggregator.innermost
+    if not isinstance(mechanism, DistributedMechanism):
+        raise ValueError(f"Expected a DistributedMechanism, got {mechanism}: only its sums have a minimum of clients.")
+    known = participation_of(sampler)
+    if mechanism.minimum is not None or not isinstance(known, Poisson):
+        return algorithm
+    # The smallest k for which the chance of at most k clients is no smaller; fewer than k have a smaller one.
+    least = int(binom.ppf(chance, sampler.data.num_clients, known.probability))
+    minimum = min(max(2, least), mechanism.clients)
+    return _with_mechanism(algorithm, lambda mechanism: dataclasses.replace(mechanism, minimum=minimum))
+
+
+def _with_mechanism(algorithm: Algorithm, change: Callable[[Any], Aggregator]) -> Algorithm:
     """Returns the algorithm with another mechanism inside the wrappers of its aggregator."""
 
     def changed(aggregator: Any) -> Aggregator:
-        if isinstance(aggregator, GaussianMechanism):
-            return change(aggregator)
-        return dataclasses.replace(aggregator, inner=changed(aggregator.inner))
+        if isinstance(aggregator, Wrapper):
+            return dataclasses.replace(aggregator, inner=changed(aggregator.inner))
+        return change(aggregator)
 
     return dataclasses.replace(algorithm, aggregator=changed(algorithm.aggregator))
 
@@ -201,10 +277,10 @@ class Guarantee:
 
     @classmethod
     def of(cls, algorithm: Algorithm, sampler: Sampler, *, delta: float, relation: Relation | None = None) -> Guarantee:
-        """Returns the guarantee of an algorithm with a `GaussianMechanism`, whose cohorts are those of the sampler.
+        """Returns the guarantee of an algorithm with a mechanism, see `check`, whose cohorts are those of the sampler.
 
         If a client sends several updates in a round, each is clipped on its own; k of them, with independent noise, have the
-        privacy of one with z / √k.
+        privacy of one with z / √k. With a `DistributedMechanism`, the guarantee is a `DistributedGuarantee`.
 
         Args:
           algorithm: see `check`.
@@ -212,7 +288,9 @@ class Guarantee:
           delta, relation: see `epsilon`.
 
         Raises:
-          ValueError: see `check` and `participation_of`; or ``delta`` is above one over the number of clients.
+          ValueError: see `check` and `participation_of`; or ``delta`` is above one over the number of clients; or sampling
+            hides who takes part, and clients feed back errors of a compressor (`compressors.ErrorFeedback`); or there is a
+            `DistributedMechanism`, and a client sends several updates in a round, or the relation is not ``"zero_out"``.
         """
         clients = sampler.data.num_clients
         checks.number(
@@ -220,14 +298,38 @@ class Guarantee:
             remedy=f"with a larger one, the data of one of {clients:,} clients may be published",
         )  # fmt: skip
         participation = participation_of(sampler)
-        calls = check(algorithm, sampler.data)
+        sizes = _sizes_of_updates(algorithm, sampler.data, participation)
         mechanism = algorithm.aggregator.innermost
-        assert isinstance(mechanism, GaussianMechanism)
-        noise = mechanism.noise_multiplier / math.sqrt(calls)
-        matrix = getattr(mechanism, "matrix", None)
-        guarantee = cls(noise_multiplier=noise, participation=participation, delta=delta, relation=relation, matrix=matrix)
+        guarantee: Guarantee
+        if isinstance(mechanism, DistributedMechanism):
+            _check_distributed(sizes, relation)
+            guarantee = DistributedGuarantee(participation=participation, delta=delta, mechanism=mechanism, size=sizes[0])
+        else:
+            assert isinstance(mechanism, GaussianMechanism)
+            noise = mechanism.noise_multiplier / math.sqrt(len(sizes))
+            matrix = getattr(mechanism, "matrix", None)
+            guarantee = cls(noise_multiplier=noise, participation=participation, delta=delta, relation=relation, matrix=matrix)
         guarantee.epsilon(1)  # What the accountant refuses, or a missing dp-accounting, is said before the first round.
         return guarantee
+
+    def check_run(self, algorithm: Algorithm, sampler: Sampler) -> None:
+        """Raises ``ValueError`` if the guarantee is seen to be that of another algorithm or of another sampler.
+
+        The program of a round is not traced again, so the noise may be more than that of the guarantee, as it is if a client
+        sends several updates in a round.
+        """
+        mechanism: Any = algorithm.aggregator.innermost
+        participation, noise = participation_of(sampler), getattr(mechanism, "noise_multiplier", 0.0)
+        if (
+            participation != self.participation
+            or noise < self.noise_multiplier
+            or getattr(mechanism, "matrix", None) != self.matrix
+        ):
+            raise ValueError(
+                f"Expected the guarantee of this algorithm with this sampler, got one of the noise multiplier "
+                f"{self.noise_multiplier:.4g} with {self.matrix or 'independent noise'} where {self.participation}; the "
+                f"aggregator is {mechanism}, and in the run, {participation}. Give Guarantee.of(algorithm, sampler, delta=...)."
+            )
 
     def epsilon(self, rounds: int) -> float:
         """Returns ε after a number of rounds, see `fedsim.privacy.epsilon`.
@@ -238,20 +340,97 @@ class Guarantee:
         options = {"delta": self.delta, "relation": self.relation, "matrix": self.matrix}
         return epsilon(self.noise_multiplier, self.participation, rounds=rounds, **options)  # type: ignore[arg-type]
 
+    def epsilon_if_seen(self, sensitivity: float) -> float:
+        """Returns ε of a client if it is known in which rounds it took part, beside one that sends zeros in these.
+
+        Args:
+          sensitivity: by how many norms the client changes the sums of all rounds; with independent noise the square root of
+            its number of rounds.
+        """
+        return epsilon(self.noise_multiplier / sensitivity, EveryRound(), rounds=1, delta=self.delta) if sensitivity else 0.0
+
     def text(self, rounds: int) -> str:
         """Returns ε and δ after a number of rounds and the neighbouring relation, as a part of a sentence."""
-        relation = _RELATIONS[self.relation or self.participation.relations[0]]
-        return f"ε = {self.epsilon(rounds):.3g} with δ = {self.delta:g} if {relation}"
+        return f"ε = {self.epsilon(rounds):.3g} with δ = {self.delta:g} if {self._relation_in_words}"
+
+    @property
+    def _relation_in_words(self) -> str:
+        return _RELATIONS[self.relation or self.participation.relations[0]]
 
     @property
     def assumptions(self) -> list[str]:
         """What the guarantee assumes, in sentences."""
-        hidden = ", and nobody sees who takes part" if self.participation.is_hidden else ""
-        correlated = f" before {type(self.matrix).__name__} correlates it between rounds" if self.matrix else ""
+        hidden = ", nobody sees who takes part, and what clients keep between rounds does not change what they send"
+        hidden = hidden if self.participation.is_hidden else ""
         return [
             f"Of the sampling: {self.participation}{hidden}.",
-            f"Of the noise: its standard deviation is {self.noise_multiplier:.4g} times what one client can add{correlated}, "
-            "and the server that adds it is trusted.",
+            f"Of the noise: its standard deviation is {self.noise_multiplier:.4g} times what one client can add"
+            f"{self._source_of_noise}.",
             "Of what is published: the model and what is computed from it; not the losses and counts of rounds in the metrics, "
             "and not what is chosen by evaluations on the clients' own examples.",
         ]
+
+    @property
+    def _source_of_noise(self) -> str:
+        correlated = f" before {type(self.matrix).__name__} correlates it between rounds" if self.matrix else ""
+        return f"{correlated}, and the server that adds it is trusted"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedGuarantee(Guarantee):
+    """What a run with a `DistributedMechanism` promises its clients, see `distributed_epsilon`.
+
+    Attributes:
+      mechanism: the clients' noise.
+      size: the number of coordinates of an update.
+      participation, delta: see `Guarantee`. ``noise_multiplier`` is that of the mechanism.
+
+    Raises:
+      ValueError: an attribute is out of its range.
+
+    >>> from fedsim.privacy import Poisson
+    >>> mechanism = DistributedMechanism(1.0, clip=0.1, clients=100, bits=20)
+    >>> guarantee = DistributedGuarantee(mechanism=mechanism, size=1000, participation=Poisson(0.01), delta=1e-5)
+    >>> print(guarantee.text(100))
+    ε = 1.35 with δ = 1e-05 if a client sends its noise alone, and so nothing of its examples, in all of its rounds
+    """
+
+    noise_multiplier: float = dataclasses.field(init=False)
+    mechanism: DistributedMechanism
+    size: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise_multiplier", self.mechanism.noise_multiplier)
+        super().__post_init__()
+
+    def epsilon(self, rounds: int) -> float:
+        """Returns ε after a number of rounds, see `distributed_epsilon`."""
+        return distributed_epsilon(self.mechanism, self.size, self.participation, rounds=rounds, delta=self.delta)
+
+    def epsilon_if_seen(self, sensitivity: float) -> float:
+        """Returns ε of a client if it is known in which rounds it took part, see `Guarantee.epsilon_if_seen`."""
+        rounds = round(sensitivity**2)
+        return distributed_epsilon(self.mechanism, self.size, EveryRound(), rounds=rounds, delta=self.delta)
+
+    @property
+    def _relation_in_words(self) -> str:
+        return "a client sends its noise alone, and so nothing of its examples, in all of its rounds"
+
+    @property
+    def _source_of_noise(self) -> str:
+        least = self.mechanism.minimum or self.mechanism.clients
+        return f", all clients add their part of it, and nobody sees a sum of fewer than {least:,} clients"
+
+
+def _check_distributed(sizes: list[int], relation: Relation | None) -> None:
+    """Raises ``ValueError`` if the accountant of a `DistributedMechanism` does not know such updates or such a relation."""
+    if len(sizes) != 1:
+        raise ValueError(
+            f"Expected one update of a client in a round with DistributedMechanism, got {len(sizes)}: no accountant is known "
+            "for more of them. Use an algorithm such as FedAvg, or a GaussianMechanism."
+        )
+    if relation not in (None, "zero_out"):
+        raise ValueError(
+            f"Expected relation='zero_out' with DistributedMechanism, got relation={relation!r}: a client that is removed "
+            "would take its noise away. Leave it out."
+        )

@@ -33,7 +33,7 @@ from fedsim import checks, rng
 _PRIME = 2**255 - 19
 _GENERATOR = 2
 _BYTES = 32  # of a key, of an encrypted share, and of a share
-_BLOCK = 2**15
+_BLOCK = 2**16  # words; with smaller blocks, the calls take longer, and larger ones leave the cache
 _STEPS = ("keys", "shares", "vector", "unmasking")
 
 Result = TypeVar("Result")

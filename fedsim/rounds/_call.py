@@ -84,7 +84,8 @@ class Received(NamedTuple):
     """What the server receives from a client, and what the client keeps.
 
     Attributes:
-      update: zeros if the client took no step or what it sent is not finite.
+      update: zeros if the client took no step or what it sent is not finite, or what the aggregator sends of zeros, see
+        `Aggregator.counts_nonfinite`.
       entries: what the client adds to the round's info; its ``weight`` is 0 if the update does not count.
       memory: what the client keeps for the algorithm; with parts of the model that it keeps, a pair of the two.
       aggregator_memory: what the client keeps for the aggregator of this call.
@@ -145,7 +146,8 @@ def send_up(
 
     An attacker corrupts the update, then the aggregator's `send` compresses or clips it. The update does not count if the
     client took no step, or if the update or what the client would keep is not finite. Then zeros arrive, since a weight of 0
-    alone would not do: 0 times NaN is NaN.
+    alone would not do: 0 times NaN is NaN. With `Aggregator.counts_nonfinite`, the client then sends zeros with its noise,
+    counts, and keeps what it had before.
 
     Args:
       call: the call that the update belongs to.
@@ -176,6 +178,7 @@ def send_up(
     parts = client.parts if result.parts is None else result.parts
     of_client = parts.of_client if isinstance(parts, ModelParts) else ()
     finite = _is_finite((arrived, () if callable(memory) else memory, of_client)) & jnp.isfinite(weight)
+    counts = jnp.isfinite(weight) if aggregator.counts_nonfinite else finite
     arrived = tree.select(finite, arrived, zeros)
     if with_norm:
         floats = [leaf for leaf in jax.tree.leaves(arrived) if tree.is_float(leaf)]
@@ -183,8 +186,9 @@ def send_up(
     if not aggregator.sends_unchanged:
         message = aggregator.send(arrived, server_memory, aggregator_memory, rng.stream(client.key, "send"))
         # A message in half precision may overflow where the update does not.
-        finite &= _is_finite((message.update, message.memory))
-        arrived = tree.select(took_part & finite, message.update, jax.tree.map(jnp.zeros_like, message.update))
+        is_message_finite = _is_finite((message.update, message.memory))
+        finite, counts = finite & is_message_finite, counts & is_message_finite
+        arrived = tree.select(took_part & counts, message.update, jax.tree.map(jnp.zeros_like, message.update))
         entries["bits_up"] = jnp.where(took_part, message.bits, jnp.zeros_like(message.bits))
         entries["entropy_bits_up"] = jnp.where(took_part, message.entropy_bits, 0.0)
         if jax.tree.leaves(aggregator_memory):
@@ -210,8 +214,13 @@ def send_up(
         kept = tree.select(attacks, tree.select(_is_finite(honest), honest, client.memory), kept)
     # A memory in half precision may overflow where the update does not.
     finite &= _is_finite([leaf for leaf in jax.tree.leaves(kept) if leaf.dtype.itemsize < 4])
+    if aggregator.counts_nonfinite:
+        before = client.parts.of_client if isinstance(client.parts, ModelParts) else ()
+        kept, of_client = tree.select(finite, (kept, of_client), (client.memory, before))
+    else:
+        counts = finite
     # These are floats, like updates, so that one all-reduce over devices suffices.
-    entries["weight"] = jnp.where(took_part & finite, weight, 0.0)
+    entries["weight"] = jnp.where(took_part & counts, weight, 0.0)
     entries["dropped"] = (took_part & ~finite).astype(jnp.float32)
     return Received(arrived, entries, (kept, of_client) if jax.tree.leaves(of_client) else kept, aggregator_memory)
 

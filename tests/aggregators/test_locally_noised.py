@@ -13,7 +13,7 @@ from sums_of_rows import EXECUTIONS, SIZE, population, rounds_of, send_rows
 
 import fedsim
 from fedsim import rng
-from fedsim.aggregators import LocallyNoised, Mean, Wrapper
+from fedsim.aggregators import DistributedMechanism, LocallyNoised, Mean, Wrapper
 from fedsim.privacy import EveryRound, epsilon
 
 JIT = fedsim.Jit()
@@ -84,3 +84,21 @@ def test_weights_by_examples_are_refused():
     ):
         fedsim.algorithms.FedAvg(aggregator=noised, **options).check(federation.data())
     fedsim.algorithms.FedAvg(aggregator=noised, weighting="uniform", **options).check(federation.data())
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize("execution", ["one device", "eight devices", "plain Python"])
+@pytest.mark.parametrize("name", ["LocallyNoised", "DistributedMechanism"])
+def test_a_client_whose_update_is_not_finite_sends_its_noise(name, execution):
+    """Without it, the noise of the round would be less, which shows that an update was not finite."""
+    mechanism = {
+        "LocallyNoised": LocallyNoised(2.0, clip=0.5),
+        "DistributedMechanism": DistributedMechanism(2.0, clip=0.5, clients=3, minimum=2),
+    }[name]
+    algorithm = send_rows(mechanism, EXECUTIONS[execution])
+    _, zeros = rounds_of(algorithm, population([0.3, 0.0, 1.0]), 2)
+    with pytest.warns(UserWarning, match="left out"):
+        _, found = rounds_of(algorithm, population([0.3, np.nan, 1.0]), 2)
+    np.testing.assert_array_equal(found, zeros)
+    _, others = rounds_of(algorithm, population([0.3, 0.4, 1.0]), 2)
+    assert np.abs(others - zeros).max() > 1e-4  # a control: a finite update is not taken as zeros

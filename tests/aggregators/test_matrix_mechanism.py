@@ -15,6 +15,7 @@ from fedsim.aggregators import AdaptiveClip, BandedToeplitz, BinaryTree, Buffere
 ROUNDS = 6
 MATRICES = {
     "tree": BinaryTree(rounds=ROUNDS),
+    "efficient tree": BinaryTree(rounds=ROUNDS, efficient=True),
     "banded": BandedToeplitz(rounds=ROUNDS, coefficients=(1.0, 0.6, 0.1)),
     "independent": BandedToeplitz(rounds=ROUNDS, coefficients=(1.0,)),
     "buffered": BufferedToeplitz(rounds=ROUNDS, decays=(0.9, 0.3), scales=(0.2, 0.3)),
@@ -38,9 +39,35 @@ COEFFICIENTS = {
 PLAIN = {"clip": 0.5, "denominator": 10}
 
 
+def all_nodes():
+    """Returns the sums of all nodes of a binary tree as rows, and Honaker's estimates of the prefix sums from them.
+
+    A node's estimate is the mean of its own noisy sum, of variance 1, and of the sum of the estimates of its children, with
+    weights that are inverse to the variances. A prefix sum adds the nodes of the binary digits of its length.
+    """
+    places = [(level, i) for level in range(ROUNDS.bit_length()) for i in range(ROUNDS >> level)]
+    sums = np.array([[i << level <= t < (i + 1) << level for t in range(ROUNDS)] for level, i in places], float)
+
+    def estimate(level, i):
+        own = np.eye(len(places))[places.index((level, i))]
+        if level == 0:
+            return own
+        below = estimate(level - 1, 2 * i) + estimate(level - 1, 2 * i + 1)
+        return (own + below / (below @ below)) / (1 + 1 / (below @ below))
+
+    digits = [[level for level in range(3) if t >> level & 1] for t in range(1, ROUNDS + 1)]
+    prefixes = [sum(estimate(k, (t >> k) - 1) for k in levels) for t, levels in enumerate(digits, 1)]
+    return sums, np.array(prefixes)
+
+
 def dense(name):
     if name == "tree":
         return TREE
+    if name == "efficient tree":
+        sums, prefixes = all_nodes()
+        np.testing.assert_allclose(prefixes @ sums, np.tri(ROUNDS), atol=1e-12)
+        # The noise of the prefix sums is normal, so its covariance is all that matters.
+        return np.linalg.solve(np.linalg.cholesky(prefixes @ prefixes.T), np.tri(ROUNDS))
     return np.array([[COEFFICIENTS[name][i - j] if i >= j else 0 for j in range(ROUNDS)] for i in range(ROUNDS)])
 
 
@@ -57,10 +84,10 @@ def check_noise(mechanism, name, execution=JIT):
     return noise
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", MATRICES)
 def test_the_matrix_times_the_noise_is_independent_noise(name):
-    np.testing.assert_allclose(MATRICES[name].dense(ROUNDS), dense(name))
+    np.testing.assert_allclose(MATRICES[name].dense(ROUNDS), dense(name), atol=1e-12)
     check_noise(MatrixMechanism(2.0, matrix=MATRICES[name], **PLAIN), name)
 
 
@@ -81,7 +108,7 @@ def test_without_noise_it_is_the_gaussian_mechanism():
 
 
 @pytest.mark.first(2)
-@pytest.mark.parametrize("name", ["tree", "banded", "buffered"])
+@pytest.mark.parametrize("name", ["efficient tree", "banded", "tree", "buffered"])
 def test_after_a_break_the_noise_goes_on_with_the_same_bits(name):
     """The state goes through the host, as through a checkpoint, in the middle of the rounds; one dispatch has three rounds."""
     data, algorithm = population(np.zeros(8)), send_rows(MatrixMechanism(2.0, matrix=MATRICES[name], **PLAIN))
@@ -123,7 +150,7 @@ class Uncorrelated(MatrixMechanism):
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("broken", [Forgetful, Uncorrelated])
-@pytest.mark.parametrize("name", ["banded", "tree"])
+@pytest.mark.parametrize("name", ["banded", "tree", "efficient tree"])
 def test_the_same_test_finds_broken_mechanisms(broken, name):
     with pytest.raises(AssertionError):
         check_noise(broken(2.0, matrix=MATRICES[name], **PLAIN), name)
@@ -138,6 +165,7 @@ def test_the_same_test_finds_broken_mechanisms(broken, name):
         ),
         (lambda: MatrixMechanism(1.0, matrix="tree", **PLAIN), "matrix to be an instance of NoiseMatrix, such as BinaryTree"),
         (lambda: BinaryTree(rounds=0), "rounds >= 1, got rounds=0"),
+        (lambda: BinaryTree(rounds=2, efficient=1), "efficient to be True or False, got"),
         (lambda: BandedToeplitz(rounds=3, coefficients=()), "coefficients that do not increase, .* got coefficients=\\(\\)"),
         (lambda: BandedToeplitz(rounds=3, coefficients=(0.5, 1.0)), "coefficients that do not increase"),
         (lambda: BandedToeplitz(rounds=3, coefficients=(1.0, -0.1)), "coefficients that do not increase"),

@@ -6,9 +6,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from scipy.stats import binom
 
 import fedsim
+from fedsim.aggregators import DistributedMechanism
 from fedsim.commands import main
+from fedsim.privacy import EveryRound
 
 OPTIONS = [
     *("--dataset", "digits(clients=30)", "--model", "digits_logistic", "--clients", "5", "--weighting", "uniform"),
@@ -81,11 +84,55 @@ def test_correlated_noise_goes_on_after_a_break_but_not_for_other_rounds(mechani
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_noise_of_the_clients_is_accounted_for_and_goes_on_after_a_break(tmp_path, capsys):
+    """The rotation of a round is in the checkpoint. Rounds of fewer than ``minimum`` clients, 1 of 100, reveal nothing."""
+    noise = "--clients", "10", "--dp-noise", "1", "--dp-clip", "0.5", "--dp-mechanism", 'distributed(law="gaussian", bits=18)'
+    assert run(tmp_path / "one", *noise, "--rounds", "4") == 0
+    whole = " ".join(capsys.readouterr().out.split())
+    assert run(tmp_path / "two", *noise, "--rounds", "2") == 0
+    assert main(["resume", str(tmp_path / "two"), "--rounds", "4", "--no-progress"]) == 0
+    one, two = (fedsim.experiment.load(tmp_path / name) for name in ("one", "two"))
+    for x, y in zip(*map(jax.tree.leaves, (one.state, two.state)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    minimum = next(k for k in range(31) if binom.cdf(k - 1, 30, 1 / 3) < 0.01 <= binom.cdf(k, 30, 1 / 3))
+    mechanism = DistributedMechanism(1.0, clip=0.5, clients=10, minimum=minimum, bits=18, law="gaussian")
+    expected = {
+        rounds: fedsim.privacy.distributed_epsilon(mechanism, 650, fedsim.privacy.Poisson(1 / 3), rounds=rounds, delta=0.01)
+        for rounds in (2, 4)
+    }
+    for run_of in (one, two):
+        assert {line["round"]: line["epsilon"] for line in run_of.history if "epsilon" in line} == pytest.approx(expected)
+    relation = "with δ = 0.01 if a client sends its noise alone, and so nothing of its examples, in all of its rounds."
+    assert f"ε = {expected[4]:.3g} {relation}" in whole
+    assert f"all clients add their part of it, and nobody sees a sum of fewer than {minimum} clients." in whole
+    capsys.readouterr()
+    assert main(["privacy", str(tmp_path / "two")]) == 0
+    text = capsys.readouterr().out
+    part = np.sum([np.isin(range(30), one.sampler.cohort(round).clients) for round in range(4)], axis=0)
+    seen = fedsim.privacy.distributed_epsilon(mechanism, 650, EveryRound(), rounds=part.max(), delta=0.01)
+    assert f"ε = {expected[4]:.3g} {relation[:20]}" in text
+    assert f"If it is known who took part: ε = {seen:.3g} for a client with the most rounds ({part.max()})" in text
+
+
+@pytest.mark.slow
+def test_mechanisms_may_vary_in_a_sweep(tmp_path):
+    """Correlated noise has the ε of two rounds of a client, who takes part once, by the sensitivity of the tree."""
+    options = "--sampler", "cyclic", "--dp-noise", "3", "--dp-clip", "0.5", "--dp-mechanism", "independent,efficient_tree"
+    assert run(tmp_path, *options, "--rounds", "2") == 0
+    found = {name: fedsim.experiment.load(tmp_path / f"dp_mechanism={name},seed=0") for name in options[-1].split(",")}
+    once = fedsim.privacy.Epochs(6, separation=6)
+    for name, norm in (("independent", 1.0), ("efficient_tree", 1.8**0.5)):
+        expected = fedsim.privacy.epsilon(3.0 / norm, once, rounds=2, delta=0.01)
+        assert found[name].history[-1]["epsilon"] == pytest.approx(expected, rel=1e-3)
+
+
 NOISE = ["--dp-noise", "1", "--dp-delta", "0.01", "--dp-clip", "0.5"]
 UNIFORM = [*NOISE, "--weighting", "uniform"]
+DISTRIBUTED = [*UNIFORM, "--sampler", "poisson", "--dp-mechanism", "distributed"]
 
 
-@pytest.mark.first(14)
+@pytest.mark.first(30)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -121,6 +168,26 @@ UNIFORM = [*NOISE, "--weighting", "uniform"]
             [*UNIFORM, "--dp-mechanism", "tree", "--sampler", "cyclic", "--dp-clip", "adaptive"],
             "Expected dp_epsilon or dp_noise, with dp_delta and a number for dp_clip, with dp_mechanism='tree', got dp_noise=1",
         ),
+        ([*DISTRIBUTED, "--sampler", "uniform"], "Expected Poisson sampling or all clients in every round for DistributedMech"),
+        (
+            [*DISTRIBUTED, "--dp-clip", "adaptive"],
+            "Expected dp_epsilon or dp_noise, with dp_delta and a number for dp_clip, with dp_mechanism='distributed', got",
+        ),
+        ([*DISTRIBUTED, "--compressor", "eden"], "Expected an aggregator other than DistributedMechanism inside Compressed"),
+        ([*DISTRIBUTED, "--step-seconds", "1"], "Expected a PoissonSampler or a UniformSampler, got Sched"),
+        ([*DISTRIBUTED, "--algorithm", "mime"], "Expected one update of a client in a round with DistributedMechanism, got 2"),
+        ([*DISTRIBUTED, "--clients", "1"], "Expected clients >= 2, got clients=1"),
+        ([*DISTRIBUTED, "--weighting", "examples"], "Expected weighting='uniform' with DistributedMechanism, got"),
+        (
+            [*UNIFORM, "--sampler", "poisson", "--dp-mechanism", "distributed(clients=3)"],
+            "The mechanism of differential privacy 'distributed' has no option 'clients'. Its options are: minimum, bits, law",
+        ),
+        (
+            [*UNIFORM, "--sampler", "poisson", "--compressor", "top_k(fraction=0.1)", "--error-feedback"],
+            "Expected compression without error feedback where every client takes part in a round with probability 0.5",
+        ),
+        ([*UNIFORM, "--dp-mechanism", "tree(rounds=3)"], "Expected no options of the mechanism tree, got dp_mechanism='tree("),
+        ([*UNIFORM, "--dp-mechanism", "bandet"], "There is no mechanism of differential privacy 'bandet'. Did you mean 'band"),
         (["--dp-mechanism", "tree"], "Expected dp_epsilon or dp_noise, with dp_delta and a number for dp_clip, with dp_mecha"),
         (
             [*UNIFORM, "--stragglers", "0.5"],

@@ -26,6 +26,12 @@ from fedsim.privacy import (
 ROUNDS = 9
 BANDED = BandedToeplitz(rounds=ROUNDS, coefficients=(1.0, 0.5, 0.4))
 BUFFERED = BufferedToeplitz(rounds=ROUNDS, decays=(0.9, 0.5), scales=(0.3, 0.2))
+MATRICES = {
+    "banded": BANDED,
+    "buffered": BUFFERED,
+    "tree": BinaryTree(rounds=ROUNDS),
+    "efficient tree": BinaryTree(rounds=ROUNDS, efficient=True),
+}
 # n = 2048, clients take part 6 times, at least 342 rounds apart. The buffers are those that jax-privacy 2.0 finds.
 LONG = Epochs(342, separation=342)
 PUBLISHED = BufferedToeplitz(
@@ -45,8 +51,8 @@ def enumerated(matrix, participation, rounds):
     return largest
 
 
-@pytest.mark.first(6)
-@pytest.mark.parametrize("matrix", [BANDED, BUFFERED, BinaryTree(rounds=ROUNDS)], ids=["banded", "buffered", "tree"])
+@pytest.mark.first(8)
+@pytest.mark.parametrize("matrix", MATRICES.values(), ids=list(MATRICES))
 @pytest.mark.parametrize(
     "participation", [Epochs(3, separation=3), Epochs(2, separation=2), Epochs(9, separation=1), EveryRound()]
 )
@@ -85,10 +91,34 @@ def test_bands_are_better_than_a_tree_and_a_tree_is_better_than_none():
     for name, matrix in {
         "independent": BandedToeplitz(rounds=64, coefficients=(1.0,)),
         "tree": BinaryTree(rounds=64),
+        "efficient": BinaryTree(rounds=64, efficient=True),
         "banded": privacy.banded_toeplitz(64, bands=16),
     }.items():
         losses[name] = max_loss(matrix, participation)
     assert losses["banded"] < 0.5 * losses["tree"] < losses["tree"] < 0.95 * losses["independent"], losses
+    assert 0.5 * losses["tree"] < losses["efficient"] < 0.85 * losses["tree"], losses
+
+
+def test_the_variance_of_an_efficient_tree_is_the_closed_form():
+    """Honaker's equation: the estimate of a node of a tree with k levels has the variance 1 / (2 (1 - 2^-k)).
+
+    A prefix sum adds those of the blocks of its binary digits.
+    """
+    rounds = 100
+    factor = np.tri(rounds) @ np.linalg.inv(BinaryTree(rounds=rounds, efficient=True).dense(rounds))
+    digits = [[level for level in range(7) if t >> level & 1] for t in range(1, rounds + 1)]
+    expected = [sum(1 / (2 * (1 - 2.0 ** -(level + 1))) for level in levels) for levels in digits]
+    np.testing.assert_allclose(np.sum(factor**2, axis=1), expected, rtol=1e-12)
+    plain = np.tri(rounds) @ np.linalg.inv(BinaryTree(rounds=rounds).dense(rounds))
+    np.testing.assert_allclose(np.sum(plain**2, axis=1), [len(levels) for levels in digits], rtol=1e-12)
+
+
+def test_the_sensitivity_of_an_efficient_tree_is_at_most_that_of_all_nodes():
+    """What is published is computed from the nodes, of which a client in one round changes one of each level."""
+    for rounds in (1, 2, 8, 13, 64):
+        once = Epochs(rounds, separation=rounds)
+        found = sensitivity(BinaryTree(rounds=rounds, efficient=True), once, rounds=rounds)
+        assert 0.85 * rounds.bit_length() < found**2 <= rounds.bit_length() + 1e-9
 
 
 @pytest.mark.parametrize(("concentrated", "expected"), [(0.1506840301548885, 3.4240074), (0.014342572340349278, 0.9935501)])
@@ -171,7 +201,7 @@ def test_the_guarantee_of_groups_that_take_turns():
     private = privacy.calibrated(make(sampler), sampler, epsilon=2.0, delta=0.01, rounds=9)
     guarantee = Guarantee.of(private, sampler, delta=0.01)
     assert guarantee.epsilon(9) == pytest.approx(2, rel=1e-3) and "if a client sends zeros" in guarantee.text(9)
-    assert "(Poisson sampling of groups), and nobody sees who takes part" in guarantee.assumptions[0]
+    assert "(Poisson sampling of groups), nobody sees who takes part, and" in guarantee.assumptions[0]
 
 
 def test_a_turn_with_every_client_reveals_what_clients_in_turns_reveal():

@@ -1,6 +1,8 @@
 """What a run promises: which algorithms reach the server through the mechanism alone, and how several updates are counted."""
 
 import dataclasses
+import functools
+import math
 
 import federation
 import jax
@@ -10,10 +12,22 @@ import pytest
 
 import fedsim
 from fedsim import aggregators, compressors
-from fedsim.aggregators import GaussianMechanism
-from fedsim.privacy import EveryRound, Guarantee, Poisson, check, epsilon
+from fedsim.aggregators import BinaryTree, DistributedMechanism, GaussianMechanism
+from fedsim.privacy import (
+    DistributedGuarantee,
+    EveryRound,
+    Guarantee,
+    Poisson,
+    calibrated,
+    check,
+    correlated,
+    distributed_epsilon,
+    epsilon,
+    with_likely_minimum,
+)
 
 MECHANISM = GaussianMechanism(1.0, clip=0.5, denominator=4)
+DISTRIBUTED = DistributedMechanism(1.0, clip=0.5, clients=4, minimum=2, bits=20)
 
 
 def make(cls, aggregator=MECHANISM, **options):
@@ -87,6 +101,10 @@ def test_updates_of_a_client_are_counted(algorithm, calls):
         (make(fedsim.algorithms.FedAvg, weighting="examples"), "weighting='uniform' with GaussianMechanism, got weighting="),
         (make(fedsim.algorithms.FedAvg, staleness=fedsim.Staleness(bound=2)), "rounds whose clients start from this round's"),
         (make(fedsim.algorithms.FedAvg, nonfinite="raise"), "nonfinite='drop', got nonfinite='raise' in FedAvg: one client's"),
+        (
+            make(Leaky, DISTRIBUTED, leak="loss"),
+            "the server of Leaky to learn of clients through DistributedMechanism alone, .* depends on loss of 'update'",
+        ),
         (make(Leaky, leak="loss"), "the server of Leaky .* depends on loss of 'update', without noise: use another algorithm"),
         (make(Leaky, leak="cohort"), "the server of Leaky .* depends on count of the cohort, without noise"),
         (make(Leaky, leak="map"), "the server of Leaky .* depends on result of 'map', without noise"),
@@ -108,3 +126,90 @@ def test_a_client_in_two_calls_is_counted_twice():
     assert every.epsilon(5) == pytest.approx(epsilon(1.0, EveryRound(), rounds=10, delta=1e-3))
     with pytest.raises(ValueError, match=r"^Expected 0 < delta <= 0.125, got delta=0.2: .* one of 8 clients may be published"):
         Guarantee.of(make(fedsim.algorithms.FedAvg), sampler, delta=0.2)
+
+
+@pytest.mark.slow
+def test_noise_of_the_clients_has_the_epsilon_of_its_accountant():
+    sampler = fedsim.samplers.PoissonSampler(federation.data(), probability=0.5, seed=0)
+    algorithm = make(fedsim.algorithms.FedAvg, aggregators.Clipped(1.0, inner=DISTRIBUTED))
+    size = sum(leaf.size for leaf in jax.tree.leaves(federation.model().init(jax.random.key(0))))
+    guarantee = Guarantee.of(algorithm, sampler, delta=0.01)
+    assert isinstance(guarantee, DistributedGuarantee) and (guarantee.size, guarantee.noise_multiplier) == (size, 1.0)
+    assert guarantee.epsilon(3) == distributed_epsilon(DISTRIBUTED, size, Poisson(0.5), rounds=3, delta=0.01)
+    assert guarantee.epsilon_if_seen(3**0.5) == distributed_epsilon(DISTRIBUTED, size, EveryRound(), rounds=3, delta=0.01)
+    assert guarantee.epsilon_if_seen(0.0) == 0
+    private = calibrated(algorithm, sampler, epsilon=2.0, delta=0.01, rounds=3)
+    assert 1.99 < Guarantee.of(private, sampler, delta=0.01).epsilon(3) <= 2
+
+
+def test_what_the_accountant_of_the_clients_noise_does_not_know_is_refused():
+    sampler = fedsim.samplers.PoissonSampler(federation.data(), probability=0.5, seed=0)
+    one, two = (make(cls, DISTRIBUTED) for cls in (fedsim.algorithms.FedAvg, fedsim.algorithms.Mime))
+    with pytest.raises(ValueError, match="^Expected one update of a client in a round with DistributedMechanism, got 2"):
+        Guarantee.of(two, sampler, delta=0.01)
+    with pytest.raises(ValueError, match="^Expected one update of a client in a round with DistributedMechanism, got 2"):
+        calibrated(two, sampler, epsilon=1.0, delta=0.01, rounds=3)
+    with pytest.raises(
+        ValueError, match="^Expected relation='zero_out' with DistributedMechanism, got relation='add_or_remove'"
+    ):
+        Guarantee.of(one, sampler, delta=0.01, relation="add_or_remove")
+    with pytest.raises(
+        ValueError, match="^Expected a GaussianMechanism for noise that is correlated between rounds, got Distr"
+    ):
+        correlated(one, BinaryTree(rounds=3))
+    with pytest.raises(ValueError, match="^Expected a DistributedMechanism, got Gaussian"):
+        with_likely_minimum(make(fedsim.algorithms.FedAvg), sampler)
+
+
+def test_a_likely_minimum_is_missed_seldom():
+    """By the binomial law, summed up."""
+    data = federation.singletons(60)
+    algorithm = make(fedsim.algorithms.FedAvg, DistributedMechanism(1.0, clip=0.5, clients=15))
+    sampler = fedsim.samplers.PoissonSampler(data, probability=0.25, seed=0)
+    chances = [math.comb(60, k) * 0.25**k * 0.75 ** (60 - k) for k in range(61)]
+    for chance in (0.01, 0.2):
+        minimum = with_likely_minimum(algorithm, sampler, chance=chance).aggregator.minimum
+        assert sum(chances[:minimum]) < chance <= sum(chances[: minimum + 1])
+    everyone = fedsim.samplers.PoissonSampler(data, probability=1.0, seed=0)
+    assert with_likely_minimum(algorithm, everyone) is algorithm
+    given = make(fedsim.algorithms.FedAvg, DISTRIBUTED)
+    assert with_likely_minimum(given, sampler) is given
+
+
+def test_what_clients_keep_of_a_compressor_is_refused_where_sampling_should_hide_who_takes_part():
+    data = federation.data()
+    feedback = aggregators.Compressed(compressors.ErrorFeedback(compressors.TopK(fraction=0.5)), inner=MECHANISM)
+    algorithm = make(fedsim.algorithms.FedAvg, feedback)
+    poisson = fedsim.samplers.PoissonSampler(data, probability=0.5, seed=0)
+    for use in (Guarantee.of, functools.partial(calibrated, epsilon=1.0, rounds=3)):
+        with pytest.raises(ValueError, match="^Expected compression without error feedback where every client takes part in"):
+            use(algorithm, poisson, delta=0.01)
+    Guarantee.of(algorithm, fedsim.samplers.CyclicSampler(data, clients=4, seed=0), delta=0.01)
+    without = aggregators.Compressed(compressors.TopK(fraction=0.5), inner=MECHANISM)
+    Guarantee.of(make(fedsim.algorithms.FedAvg, without), poisson, delta=0.01)
+
+
+def test_a_run_refuses_the_guarantee_of_another_one_and_an_end_by_its_losses():
+    data = federation.data()
+    sampler = fedsim.samplers.PoissonSampler(data, probability=0.5, seed=0)
+    algorithm = make(fedsim.algorithms.FedAvg)
+    guarantee = Guarantee.of(algorithm, sampler, delta=0.01)
+    start = functools.partial(fedsim.experiment.run, rounds=1, folder=None, progress=False)
+    less = make(fedsim.algorithms.FedAvg, dataclasses.replace(MECHANISM, noise_multiplier=0.5))
+    tree = correlated(algorithm, BinaryTree(rounds=1))
+    other = fedsim.samplers.PoissonSampler(data, probability=0.6, seed=0)
+    for wrong in (
+        (less, sampler),
+        (algorithm, other),
+        (tree, sampler),
+        (make(fedsim.algorithms.FedAvg, aggregators.Mean()), sampler),
+    ):
+        with pytest.raises(
+            ValueError, match="^Expected the guarantee of this algorithm with this sampler, got one of the noise"
+        ):
+            start(*wrong, privacy=guarantee)
+    with pytest.raises(ValueError, match="^Expected no stop_when with privacy, got stop_when='spent"):
+        start(algorithm, sampler, privacy=guarantee, stop_when="spent(megabytes=1)")
+    guarantee.check_run(algorithm, sampler)
+    two = make(fedsim.algorithms.Mime)
+    Guarantee.of(two, sampler, delta=0.01).check_run(two, sampler)
