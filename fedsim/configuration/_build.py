@@ -565,7 +565,7 @@ def _model_of(
     init_map: str | None,
     init_partly: bool,
     precision: str | None,
-    loss_scale: float,
+    loss_scale: float | None,
     frozen: str | None,
     kept: str | None,
 ) -> Model | None:

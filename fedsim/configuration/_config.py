@@ -141,11 +141,11 @@ class RunConfig:
         "Precision in which the network computes; parameters, losses and updates stay float32. Default: that of the model.",
         builds="model",
     )
-    loss_scale: float = _option(
-        1.0,
+    loss_scale: float | None = _option(
+        None,
         "data and model",
-        "With --precision: a factor of the gradient inside of the network, such as 1024, so that small values do not become 0 "
-        "in float16.",
+        "With --precision: a factor of the gradient inside of the network, so that small values do not become 0. Default: 1024 "
+        "in float16, 1 in bfloat16.",
         builds="model",
     )
     validation: str | None = _option(
@@ -411,8 +411,8 @@ class RunConfig:
         checks.whole(0, retries=self.retries)
         given = {"response_timeout": self.response_timeout, "client_traces_period": self.client_traces_period}
         checks.positive(or_none=True, **given, remedy="give seconds")
-        checks.positive(loss_scale=self.loss_scale, remedy="1 does not scale")
-        if self.loss_scale != 1 and self.precision not in ("bfloat16", "float16"):
+        checks.positive(or_none=True, loss_scale=self.loss_scale, remedy="1 does not scale")
+        if self.loss_scale not in (None, 1) and self.precision not in ("bfloat16", "float16"):
             raise ValueError(
                 f"Expected loss_scale with half precision, got loss_scale={self.loss_scale} and precision={self.precision!r}: "
                 "choose precision='float16', or leave loss_scale out."

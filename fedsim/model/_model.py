@@ -293,7 +293,7 @@ class Model:
             **fields,
         )
 
-    def with_precision(self, compute: str, *, loss_scale: float = 1.0) -> Model:
+    def with_precision(self, compute: str, *, loss_scale: float | None = None) -> Model:
         """Returns this model with a network that computes in half precision. Parameters, outputs and losses stay float32.
 
         Gradients are float32, too, and so are the normalizations of Haiku networks. Keras models and Flax modules with a
@@ -302,8 +302,8 @@ class Model:
         Args:
           compute: "bfloat16" or "float16".
           loss_scale: a constant factor of the gradient inside of the network, so that small values do not become 0 in
-            float16, such as 1024.0. The gradient of the parameters is divided by it. If it overflows, the client's update is
-            not finite and is dropped, which a warning says.
+            float16. The gradient of the parameters is divided by it. If it overflows, the client's update is not finite and is
+            dropped, which a warning says: then use a smaller one. None: 1024 with "float16", and 1 with "bfloat16".
 
         Raises:
           ValueError: ``compute`` is another name, ``loss_scale`` is not positive, the model has parts, or (in the first round)

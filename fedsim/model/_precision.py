@@ -17,7 +17,7 @@ import numpy as np
 from fedsim import checks, tree
 
 
-def in_precision(apply: Callable[..., Any], compute: str, loss_scale: float) -> Callable[..., Any]:
+def in_precision(apply: Callable[..., Any], compute: str, loss_scale: float | None) -> Callable[..., Any]:
     """Returns ``apply(params, examples, *key)`` with parameters, examples and outputs of Haiku modules in another dtype.
 
     Modules whose names end in "Norm" compute in float32, because a mean over many values loses too much in half precision.
@@ -25,12 +25,15 @@ def in_precision(apply: Callable[..., Any], compute: str, loss_scale: float) -> 
     Args:
       apply: the function, whose outputs must be of the dtype ``compute`` then.
       compute: "bfloat16" or "float16".
-      loss_scale: a factor of the gradient inside of the network, by which the gradient of the parameters is divided.
+      loss_scale: a factor of the gradient inside of the network, by which the gradient of the parameters is divided; None: 1024
+        in float16, whose smallest numbers are otherwise larger than many values of a gradient, and 1 in bfloat16.
 
     Raises:
       ValueError: the function computes in another dtype nevertheless (when it is called).
     """
     checks.one_of("bfloat16", "float16", compute=compute)
+    if loss_scale is None:
+        loss_scale = 1024.0 if compute == "float16" else 1.0
     checks.positive(loss_scale=loss_scale)
     half, single = (functools.partial(_cast, dtype=dtype) for dtype in (compute, "float32"))
 

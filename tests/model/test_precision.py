@@ -86,14 +86,14 @@ def linear_model(loss):
     return Model.from_functions(lambda key: jnp.ones(2), lambda w, x: x @ w, features=features, loss=loss)
 
 
-@pytest.mark.parametrize(("scale", "right"), [(1.0, False), (2.0**14, True), (2.0**60, False)])
+@pytest.mark.parametrize(("scale", "right"), [(1.0, False), (None, True), (2.0**14, True), (2.0**60, False)])
 def test_the_scale_of_the_loss_saves_small_gradients_in_float16(scale, right):
     """The gradient 1e-8 of each output is 0 in float16, and with too large a scale it is infinite."""
     model = linear_model(lambda examples, outputs: 1e-8 * outputs)
     half = model.with_precision("float16", loss_scale=scale)
     batch = batch_for(model, 1)
     gradient, expected = (jax.grad(each.train_loss)(jnp.ones(2), batch) for each in (half, model))
-    assert np.allclose(gradient, expected, rtol=1e-2, atol=0) == right
+    assert np.allclose(gradient, expected, rtol=3e-2, atol=0) == right
     assert half.train_loss(jnp.ones(2), batch) == pytest.approx(float(model.train_loss(jnp.ones(2), batch)), rel=2e-3)
 
 

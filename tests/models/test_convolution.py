@@ -107,6 +107,10 @@ def test_outputs_without_a_derivative_on_a_cpu(channels, stride, products):
     text = jax.jit(apply).lower(x).as_text()
     assert (text.count("dot_general"), "convolution" in text) == (products, products == 0)
     close(jax.jit(apply)(x), haikus.apply({"conv2_d": {"w": w}}, x))
+    kernels = jnp.stack([w, -2 * w])
+    of_each = jax.jit(jax.vmap(lambda w: net.apply({"conv2_d": {"w": w}}, x)))
+    assert "convolution" not in of_each.lower(kernels).as_text()  # a grouped one is slow
+    close(of_each(kernels), jnp.stack([apply(x), -2 * apply(x)]))
     assert "convolution" not in jax.jit(jax.grad(lambda x: jnp.sum(apply(x)))).lower(x).as_text()
 
 
