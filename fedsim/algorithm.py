@@ -94,7 +94,8 @@ class Algorithm:
         are computed in evaluation; training continues with ``state.server.params``. None computes no average.
       staleness: lets clients start from what the server sent in earlier rounds; None if all start from this round's.
       nonfinite: ``"drop"`` excludes updates with a NaN or an infinity from the round, counts them in the info, and warns
-        once, at a later call. ``"raise"`` raises ``FloatingPointError``; it waits for every round.
+        once, at a later call. Where clients add noise, such a client sends its noise alone. ``"raise"`` raises
+        ``FloatingPointError``; it waits for every round.
       update_norms: whether the round's info has the ``update_norm`` of every client, the Euclidean norm of its update before
         compression and clipping, for the metrics and for samplers that it steers.
 

@@ -182,9 +182,9 @@ def _whole(vector: jax.Array) -> jax.Array:
 def psum(a: Tree, axis: str) -> Tree:
     """Sums over the devices of ``axis``, inside `jax.shard_map`, like `jax.lax.psum`, but joins small leaves into one array.
 
-    Leaves are numbers or arrays of any shape. Leaves of one dtype with up to 65,536 elements are summed as one array, unless
-    they may be divided over further axes of the mesh: these are summed where they are. Sums have the shapes and dtypes of the
-    leaves, except that sums of ``bool`` are ``int32``.
+    Leaves are numbers or arrays of any shape. Leaves of one dtype with up to 65,536 elements, or between processes on CPUs with
+    any number, are summed as one array, unless they may be divided over further axes of the mesh: these are summed where they
+    are. Sums have the shapes and dtypes of the leaves, except that sums of ``bool`` are ``int32``.
 
     >>> mesh = jax.sharding.Mesh(jax.devices()[:1], "devices")
     >>> total = jax.shard_map(lambda x: psum(x, "devices"), mesh=mesh, in_specs=jax.P("devices"), out_specs=jax.P())

@@ -27,8 +27,7 @@ class LocallyNoised(Wrapper):
     clip / √n, √n times that of a server that adds noise once.
 
     A client whose update is not finite sends noise alone. Compression in ``inner`` changes noised updates, and so costs no
-    privacy. Weights, losses and numbers of examples have no
-    noise, so clients need equal weights.
+    privacy. Weights, losses and numbers of examples have no noise, so clients need equal weights.
 
     Attributes:
       noise_multiplier: the deviation of the noise in units of ``clip``, at least 0.

@@ -407,7 +407,7 @@ def _mechanism(config: RunConfig, clip: str) -> aggregators.Aggregator:
     if config.noise_kind != "distributed":
         norm = aggregators.AdaptiveClip() if clip == "adaptive" else float(clip)
         return aggregators.GaussianMechanism(noise, clip=norm, denominator=config.clients)
-    kind, mechanism = "mechanism of differential privacy", aggregators.DistributedMechanism
+    kind, mechanism = "dp_mechanism", aggregators.DistributedMechanism
     own = {"noise_multiplier": noise, "clip": float(clip), "clients": config.clients}
     check_options(kind, "distributed", mechanism, parse_call(config.dp_mechanism)[1], reserved=own)
     return make(kind, config.dp_mechanism, {"distributed": mechanism}, mechanism, **own)

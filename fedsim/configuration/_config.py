@@ -455,7 +455,7 @@ class RunConfig:
             except ValueError:
                 number = None
             checks.positive(dp_clip=self.dp_clip if number is None else number, remedy="give a norm such as 0.5, or 'adaptive'")
-        look_up("mechanism of differential privacy", self.noise_kind, dict.fromkeys(_MECHANISMS))
+        look_up("dp_mechanism", self.noise_kind, dict.fromkeys(_MECHANISMS))
         if self.noise_kind != "distributed" and self.noise_kind != self.dp_mechanism:
             raise ValueError(
                 f"Expected no options of the mechanism {self.noise_kind}, got dp_mechanism={self.dp_mechanism!r}: write "

@@ -71,9 +71,9 @@ def _report_problems(algorithm: FederatedAlgorithm, info: RoundInfo, cohorts: Se
     _warn_once(
         algorithm,
         "reported dropped",
-        f"{count} client update(s) held a NaN or an infinity and were left out, the first from client {client!r} in "
-        f"round {round}. The info of every round counts them in num_dropped. Try a lower client learning rate. This warning "
-        "is shown once.",
+        f"{count} client update(s) held a NaN or an infinity and did not reach the server, the first from client {client!r} in "
+        f"round {round}. The info of every round counts them in num_dropped. Try a lower client learning rate, or in float16 "
+        "another loss_scale. This warning is shown once.",
     )
 
 

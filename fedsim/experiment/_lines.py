@@ -39,7 +39,7 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
     Returns:
       One line per round, with ``round``; the example-weighted mean of every scalar that the algorithm reports for each client
       (``loss``); ``num_examples``; the bits that all clients sent and received (``bits_up``, ``bits_down``, and the estimate
-      ``entropy_bits_up`` if it differs from ``bits_up``); ``dropped``, the number of updates that were left out; the mean
+      ``entropy_bits_up`` if it differs from ``bits_up``); ``dropped``, the number of updates that were not finite; the mean
       and the largest ``staleness`` of the clients, and ``staleness_counts``, how many have each staleness from 0 on, if the
       algorithm has one; and ``seconds``.
 

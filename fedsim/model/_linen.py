@@ -40,6 +40,11 @@ def network(module: Any, call: Call) -> Network:
         norm = context.module
         if not isinstance(norm, nn.BatchNorm) or context.method_name != "__call__" or norm.use_running_average:
             return next_fun(*args, **kwargs)
+        if type(norm) is not nn.BatchNorm:
+            raise ValueError(
+                f"Expected normalizations to be nn.BatchNorm itself with statistics='frozen', got {type(norm).__name__}, "
+                "whose call is not known: give it use_running_average=True when it is made."
+            )
         return norm.clone(parent=norm.scope, use_running_average=True)(args[0] if args else kwargs["x"])
 
     def train(whole: Any, examples: Examples, key: jax.Array) -> Any:

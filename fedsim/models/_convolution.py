@@ -13,8 +13,7 @@ one. Here a convolution is a product of matrices, and ``vmap`` makes it a batche
 On a CPU, outputs without a derivative, as in an evaluation, are XLA's unless Winograd's algorithm is faster: they take the same
 time in a loop as outside. ``python -m benchmarks.convolution`` compares all of this with Haiku's layers.
 
-There is no hand-written derivative. The code is written so that its transpose is fast as well, and derivatives of every order
-work.
+Derivatives are those of the products, whose transposes are fast as well, and derivatives of every order work.
 """
 
 from __future__ import annotations
@@ -192,6 +191,8 @@ def conv2d(x: jax.Array, w: jax.Array, *, stride: int | Sequence[int] = 1, paddi
         raise ValueError(
             f"Expected images of at least the size of the kernel, {list(kernel)}, got {size} with padding={padding!r}."
         )
+    dtype = jnp.result_type(x, w)
+    x, w = x.astype(dtype), w.astype(dtype)
     # Winograd's sums and differences lose a few bits of precision, which half precision cannot spare.
     if jax.default_backend() == "cpu" and jnp.finfo(x.dtype).bits >= 32:
         return _on_cpu(x, w, stride, tuple(pads))
@@ -211,8 +212,11 @@ def _on_cpu(x: jax.Array, w: jax.Array, stride: tuple[int, int], pads: Pads) -> 
     @of_one.def_vmap
     def _(size: int, is_batched: Sequence[bool], x: jax.Array, w: jax.Array) -> tuple[jax.Array, bool]:
         # With a kernel for each, XLA's would be a grouped convolution, which takes several times as long as products.
-        way = (lambda x, w: _patches(_pad(x, pads), w, stride)) if is_batched[1] else convolved
-        return jax.vmap(way, [0 if each else None for each in is_batched])(x, w), True
+        if is_batched[1]:
+            axes = [0 if each else None for each in is_batched]
+            return jax.vmap(lambda x, w: _patches(_pad(x, pads), w, stride), axes)(x, w), True
+        outputs = of_one(x.reshape(-1, *x.shape[2:]), w)
+        return outputs.reshape(size, -1, *outputs.shape[1:]), True
 
     return of_one(x, w)
 

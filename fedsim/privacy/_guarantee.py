@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from fedsim import checks
 from fedsim.aggregators import (
@@ -67,7 +68,7 @@ def check(algorithm: Algorithm, data: FederatedData) -> int:
 def _sizes_of_updates(algorithm: Algorithm, data: FederatedData, participation: Participation | None = None) -> list[int]:
     """Returns the number of coordinates of each update that a client sends in a round, see `check`.
 
-    With a participation, errors that clients feed back are refused where sampling should hide who takes part.
+    With a participation, updates that depend on what clients keep are refused where sampling should hide who takes part.
     """
     name = type(algorithm).__name__
     _check_aggregator(name, algorithm.aggregator)
@@ -94,18 +95,20 @@ def _sizes_of_updates(algorithm: Algorithm, data: FederatedData, participation: 
             )
         if call.aggregator is not None:
             _check_aggregator(name, call.aggregator)
-        if participation is not None and participation.is_hidden and jax.tree.leaves(call.first_memory):
-            raise ValueError(
-                f"Expected compression without error feedback where {participation}, got {call.aggregator} in {name}: what a "
-                "client sends would depend on the rounds in which it took part before, so each round would show more of them. "
-                "Leave the feedback out, or let clients take turns (--sampler cyclic), which hides nothing."
-            )
     if ways := program.reads_of_server():
         shown = [f"{', '.join(entries)} of {'the cohort' if call == 'plan' else repr(call)}" for call, entries in ways.items()]
         raise ValueError(
             f"Expected the server of {name} to learn of clients through {mechanism} alone, got a state that also depends "
             f"on {' and on '.join(shown)}, without noise: use another algorithm, such as FedAvg."
         )
+    for call in program.calls:
+        if participation is not None and participation.is_hidden and call.aggregator is not None and call.reads_memory:
+            raise ValueError(
+                f"Expected clients to send nothing that depends on what they keep between rounds where {participation}, got "
+                f"{name} with {call.aggregator}: each round would show more of the rounds in which a client took part before. "
+                "Use an algorithm and a model without it, no error feedback, or let clients take turns (--sampler cyclic), "
+                "which hides nothing."
+            )
     updates = [call.update for call in program.calls if call.aggregator is not None]
     return [sum(leaf.size for leaf in jax.tree.leaves(update)) for update in updates]
 
@@ -196,8 +199,8 @@ def with_likely_minimum(algorithm: Algorithm, sampler: Sampler, *, chance: float
     """Returns the algorithm with a minimum of clients for its `DistributedMechanism`, if it has none, that few rounds miss.
 
     With Poisson sampling, the number of clients in a round is random, and the sum of fewer than the minimum is not revealed.
-    The minimum is the largest number that a round misses with a probability of at most ``chance``, and at least 2. Where all
-    cohorts have the same size, nothing changes.
+    The minimum is the largest number that a round misses with a probability of at most ``chance``, and at least 2. Clients
+    without examples do not count, because they send nothing. Where all cohorts have the same size, nothing changes.
 
     Args:
       algorithm: with a `DistributedMechanism`; `Clipped` may be around it.
@@ -226,7 +229,7 @@ def with_likely_minimum(algorithm: Algorithm, sampler: Sampler, *, chance: float
     if mechanism.minimum is not None or not isinstance(known, Poisson):
         return algorithm
     # The smallest k for which the chance of at most k clients is no smaller; fewer than k have a smaller one.
-    least = int(binom.ppf(chance, sampler.data.num_clients, known.probability))
+    least = int(binom.ppf(chance, np.count_nonzero(algorithm.batches.num_steps(sampler.data.sizes)), known.probability))
     minimum = min(max(2, least), mechanism.clients)
     return _with_mechanism(algorithm, lambda mechanism: dataclasses.replace(mechanism, minimum=minimum))
 
@@ -289,8 +292,9 @@ class Guarantee:
 
         Raises:
           ValueError: see `check` and `participation_of`; or ``delta`` is above one over the number of clients; or sampling
-            hides who takes part, and clients feed back errors of a compressor (`compressors.ErrorFeedback`); or there is a
-            `DistributedMechanism`, and a client sends several updates in a round, or the relation is not ``"zero_out"``.
+            hides who takes part, and what clients send depends on what they keep, such as parts of a model or a compressor's
+            errors; or there is a `DistributedMechanism`, and a client sends several updates in a round, or the relation is
+            not ``"zero_out"``.
         """
         clients = sampler.data.num_clients
         checks.number(
@@ -313,22 +317,12 @@ class Guarantee:
         return guarantee
 
     def check_run(self, algorithm: Algorithm, sampler: Sampler) -> None:
-        """Raises ``ValueError`` if the guarantee is seen to be that of another algorithm or of another sampler.
-
-        The program of a round is not traced again, so the noise may be more than that of the guarantee, as it is if a client
-        sends several updates in a round.
-        """
-        mechanism: Any = algorithm.aggregator.innermost
-        participation, noise = participation_of(sampler), getattr(mechanism, "noise_multiplier", 0.0)
-        if (
-            participation != self.participation
-            or noise < self.noise_multiplier
-            or getattr(mechanism, "matrix", None) != self.matrix
-        ):
+        """Raises ``ValueError`` if the guarantee is that of another algorithm or of another sampler."""
+        own = Guarantee.of(algorithm, sampler, delta=self.delta, relation=self.relation)
+        if own != self:
             raise ValueError(
-                f"Expected the guarantee of this algorithm with this sampler, got one of the noise multiplier "
-                f"{self.noise_multiplier:.4g} with {self.matrix or 'independent noise'} where {self.participation}; the "
-                f"aggregator is {mechanism}, and in the run, {participation}. Give Guarantee.of(algorithm, sampler, delta=...)."
+                f"Expected the guarantee of this algorithm with this sampler, {own}, got {self}. Give "
+                "Guarantee.of(algorithm, sampler, delta=...)."
             )
 
     def epsilon(self, rounds: int) -> float:
@@ -360,8 +354,7 @@ class Guarantee:
     @property
     def assumptions(self) -> list[str]:
         """What the guarantee assumes, in sentences."""
-        hidden = ", nobody sees who takes part, and what clients keep between rounds does not change what they send"
-        hidden = hidden if self.participation.is_hidden else ""
+        hidden = ", and nobody sees who takes part" if self.participation.is_hidden else ""
         return [
             f"Of the sampling: {self.participation}{hidden}.",
             f"Of the noise: its standard deviation is {self.noise_multiplier:.4g} times what one client can add"

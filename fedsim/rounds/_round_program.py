@@ -17,6 +17,7 @@ from fedsim import tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batch, Batches, Cohort
 from fedsim.rounds._client import ClientPlan
+from fedsim.rounds._dependence import depends
 from fedsim.rounds._numbers import Numbers
 from fedsim.rounds._plan import RoundPlan
 from fedsim.rounds._state import ClientTable, FederatedState
@@ -50,12 +51,20 @@ class TracedFunction:
         traced, self.shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         self.consts = traced.consts
         self.inputs, self._jaxpr = with_inputs(traced.jaxpr)
+        self._sizes = [len(equation.outvars) for equation in traced.jaxpr.eqns if equation.primitive is input_p]
 
     def __call__(self, consts: Sequence[Any], inputs: Mapping[str, Any], *args: Any) -> Any:
         """Returns what the function returns, for these values from outside, inputs by name, and arguments."""
         given = jax.tree.leaves([inputs[name] for name in self.inputs])
         results = jaxpr_as_fun(ClosedJaxpr(self._jaxpr, []))(*consts, *jax.tree.leaves(args), *given)
         return jax.tree.unflatten(jax.tree.structure(self.shapes), results)
+
+    def depends_on(self, names: Iterable[str]) -> Any:
+        """Returns for each result whether it depends on one of the inputs with these names."""
+        marked = set(names)
+        of_inputs = [name in marked for name, size in zip(self.inputs, self._sizes, strict=True) for _ in range(size)]
+        others = len(self._jaxpr.invars) - len(of_inputs)
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), depends(self._jaxpr, [False] * others + of_inputs))
 
 
 def ask_for(name: str, like: Any) -> Any:
@@ -161,6 +170,12 @@ class TracedCall:
     def batches(self) -> tuple[Batches, ...]:
         """The batches of each loop of a client."""
         return tuple(loop.batches for loop in self.loops)
+
+    @property
+    def reads_memory(self) -> bool:
+        """Whether what the server receives of a client depends on what it has kept since earlier rounds."""
+        arrived, *_ = self.work.depends_on(["seen", "memory", "aggregator memory"])
+        return any(jax.tree.leaves(arrived))
 
     @property
     def results(self) -> Any:

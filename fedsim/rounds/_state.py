@@ -170,7 +170,7 @@ class RoundInfo(NamedTuple):
           only for an algorithm with ``update_norms``.
         - everything in the algorithm's ``ClientUpdate.info``.
 
-      num_dropped: ``int32 []``, clients whose update held a NaN or an infinity and was left out.
+      num_dropped: ``int32 []``, clients whose update held a NaN or an infinity and did not reach the server.
       num_aggregated: ``int32 []``, clients whose update counts. If it is 0, the round leaves the state unchanged.
       num_clients: ``int32 []``, clients of the cohort.
       num_population: ``int32 []``, clients of the population that have examples.

@@ -379,7 +379,7 @@ def _warn_about_dropped(result: Population) -> None:
         i, j = np.argwhere(counts)[0]
         warnings.warn(
             f"{counts.sum()} client update(s) of {np.count_nonzero(counts)} of {counts.size} members held a NaN or an infinity "
-            f"and were left out, the first with {shown({**result.settings[i], 'seed': result.seeds[j]})}. infos.num_dropped "
-            "counts them. Try a lower client learning rate.",
+            f"and did not reach the server, the first with {shown({**result.settings[i], 'seed': result.seeds[j]})}. "
+            "infos.num_dropped counts them. Try a lower client learning rate.",
             stacklevel=3,
         )

@@ -97,7 +97,7 @@ def test_a_client_whose_update_is_not_finite_sends_its_noise(name, execution):
     }[name]
     algorithm = send_rows(mechanism, EXECUTIONS[execution])
     _, zeros = rounds_of(algorithm, population([0.3, 0.0, 1.0]), 2)
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="did not reach the server"):
         _, found = rounds_of(algorithm, population([0.3, np.nan, 1.0]), 2)
     np.testing.assert_array_equal(found, zeros)
     _, others = rounds_of(algorithm, population([0.3, 0.4, 1.0]), 2)

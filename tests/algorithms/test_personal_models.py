@@ -451,7 +451,7 @@ class Broken(algorithms.APFL):
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.filterwarnings("ignore:.*were left out")
+@pytest.mark.filterwarnings("ignore:.*did not reach the server")
 def test_a_client_whose_personal_model_diverges_is_dropped(adaptive):
     algorithm = make(Broken, adaptive=adaptive)
     state, info = run(algorithm)

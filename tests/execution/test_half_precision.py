@@ -67,7 +67,7 @@ def adding(**options):
     return Adding(batches=fedsim.Batches(size=4), execution=fedsim.Jit(memory="stream"), **options)
 
 
-@pytest.mark.filterwarnings("ignore:.*were left out")
+@pytest.mark.filterwarnings("ignore:.*did not reach the server")
 def test_an_update_whose_memory_overflows_is_dropped():
     """The update and the old memory are finite; their sum in half precision is not."""
     algorithm = adding(start=6e4, first=1e4, dtype=jnp.float16)

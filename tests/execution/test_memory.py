@@ -196,7 +196,7 @@ def test_a_dropped_client_keeps_its_old_memory(how):
 
 
 @pytest.mark.first(1)
-@pytest.mark.filterwarnings("ignore:.*were left out")
+@pytest.mark.filterwarnings("ignore:.*did not reach the server")
 @pytest.mark.parametrize("memory", ["resident", "stream"])
 @pytest.mark.parametrize("devices", [8, 1, 2])
 def test_rounds_in_one_dispatch_equal_single_rounds_bit_for_bit(devices, memory):

@@ -341,6 +341,25 @@ def test_frozen_statistics_of_linen_normalize_in_training_too(given, data):
     check_frozen(Model.from_flax(Net(), features=FEATURES, statistics="frozen", **flags), data)
 
 
+def test_frozen_statistics_of_a_subclass_of_linens_normalization_are_refused(data):
+    nn = pytest.importorskip("flax.linen")
+
+    class Own(nn.BatchNorm):
+        @nn.compact
+        def __call__(self, x, train):
+            return super().__call__(x, use_running_average=not train)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.Dense(3)(Own()(x, train))
+
+    flags = {"train_kwargs": {"train": True}, "eval_kwargs": {"train": False}}
+    model = Model.from_flax(Net(), features=FEATURES, statistics="frozen", **flags)
+    with pytest.raises(ValueError, match="Expected normalizations to be nn.BatchNorm itself with statistics='frozen', got Own"):
+        model.apply_for_train(model.init_whole(jax.random.key(0)), {"x": data.columns["x"]}, jax.random.key(0))
+
+
 def check_frozen(model, data):
     """Training and evaluation have the same outputs, and a round changes all parameters and no statistics."""
     algorithm, examples = fedavg(model, PARTIAL), {"x": data.columns["x"], "y": data.columns["y"]}

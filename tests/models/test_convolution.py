@@ -111,6 +111,11 @@ def test_outputs_without_a_derivative_on_a_cpu(channels, stride, products):
     of_each = jax.jit(jax.vmap(lambda w: net.apply({"conv2_d": {"w": w}}, x)))
     assert "convolution" not in of_each.lower(kernels).as_text()  # a grouped one is slow
     close(of_each(kernels), jnp.stack([apply(x), -2 * apply(x)]))
+    of_both = jax.jit(jax.vmap(lambda w: jax.vmap(lambda x: net.apply({"conv2_d": {"w": w}}, x))(jnp.stack([x, 3 * x]))))
+    assert "convolution" not in of_both.lower(kernels).as_text()
+    close(of_both(kernels)[1, 1], -6 * apply(x))
+    of_images = jax.jit(jax.vmap(apply)).lower(jnp.stack([x, x])).as_text()
+    assert ("convolution" in of_images, "batch_group_count = 1" in of_images) == (products == 0, products == 0)
     assert "convolution" not in jax.jit(jax.grad(lambda x: jnp.sum(apply(x)))).lower(x).as_text()
 
 

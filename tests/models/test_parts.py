@@ -549,7 +549,9 @@ def test_models_in_parts_run_on_a_virtual_clock_in_populations_and_with_differen
     assert population.how == "devices"
     mechanism = aggregators.GaussianMechanism(1.0, clip=1.0, denominator=2)
     private = fedavg(model, weighting="uniform", aggregator=mechanism)
-    guarantee = fedsim.privacy.Guarantee.of(private, poisson, delta=0.01)
+    fedsim.privacy.Guarantee.of(private, fedsim.samplers.CyclicSampler(data, clients=2, seed=0), delta=0.01)
+    frozen = dataclasses.replace(private, model=dense().with_parts(frozen="body/b"))
+    guarantee = fedsim.privacy.Guarantee.of(frozen, poisson, delta=0.01)
     assert guarantee.epsilon(2) == pytest.approx(fedsim.privacy.epsilon(1.0, poisson, rounds=2, delta=0.01))
     state = private.init(jax.random.key(0))
     with pytest.raises(ValueError, match="without running statistics and without frozen or kept parts"):

@@ -201,7 +201,7 @@ def test_the_guarantee_of_groups_that_take_turns():
     private = privacy.calibrated(make(sampler), sampler, epsilon=2.0, delta=0.01, rounds=9)
     guarantee = Guarantee.of(private, sampler, delta=0.01)
     assert guarantee.epsilon(9) == pytest.approx(2, rel=1e-3) and "if a client sends zeros" in guarantee.text(9)
-    assert "(Poisson sampling of groups), nobody sees who takes part, and" in guarantee.assumptions[0]
+    assert "(Poisson sampling of groups), and nobody sees who takes part" in guarantee.assumptions[0]
 
 
 def test_a_turn_with_every_client_reveals_what_clients_in_turns_reveal():

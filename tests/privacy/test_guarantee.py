@@ -174,42 +174,56 @@ def test_a_likely_minimum_is_missed_seldom():
     assert with_likely_minimum(algorithm, everyone) is algorithm
     given = make(fedsim.algorithms.FedAvg, DISTRIBUTED)
     assert with_likely_minimum(given, sampler) is given
+    # Clients without examples send nothing.
+    half_empty = fedsim.FederatedData.from_arrays(data.columns, sizes=[1, 0] * 60)
+    of_half = fedsim.samplers.PoissonSampler(half_empty, probability=0.25, seed=0)
+    assert (
+        with_likely_minimum(algorithm, of_half).aggregator.minimum == with_likely_minimum(algorithm, sampler).aggregator.minimum
+    )
 
 
-def test_what_clients_keep_of_a_compressor_is_refused_where_sampling_should_hide_who_takes_part():
+@pytest.mark.slow
+def test_updates_that_depend_on_what_clients_keep_are_refused_where_sampling_should_hide_who_takes_part():
     data = federation.data()
     feedback = aggregators.Compressed(compressors.ErrorFeedback(compressors.TopK(fraction=0.5)), inner=MECHANISM)
     algorithm = make(fedsim.algorithms.FedAvg, feedback)
     poisson = fedsim.samplers.PoissonSampler(data, probability=0.5, seed=0)
     for use in (Guarantee.of, functools.partial(calibrated, epsilon=1.0, rounds=3)):
-        with pytest.raises(ValueError, match="^Expected compression without error feedback where every client takes part in"):
+        with pytest.raises(ValueError, match="^Expected clients to send nothing that depends on what they keep .*Feedback"):
             use(algorithm, poisson, delta=0.01)
     Guarantee.of(algorithm, fedsim.samplers.CyclicSampler(data, clients=4, seed=0), delta=0.01)
     without = aggregators.Compressed(compressors.TopK(fraction=0.5), inner=MECHANISM)
     Guarantee.of(make(fedsim.algorithms.FedAvg, without), poisson, delta=0.01)
+    kept = fedsim.models.digits_dense().with_parts(kept="linear_2/*")
+    digits = fedsim.datasets.load("digits(clients=8)").train
+    of_digits = fedsim.samplers.PoissonSampler(digits, probability=0.5, seed=0)
+    with pytest.raises(ValueError, match="what they keep between rounds where .* got FedAvg"):
+        Guarantee.of(make(fedsim.algorithms.FedAvg, model=kept), of_digits, delta=0.01)
+    # Ditto's clients keep models that they do not send.
+    Guarantee.of(make(fedsim.algorithms.Ditto, personal_optimizer=optax.sgd(0.1)), poisson, delta=0.01)
 
 
 def test_a_run_refuses_the_guarantee_of_another_one_and_an_end_by_its_losses():
     data = federation.data()
     sampler = fedsim.samplers.PoissonSampler(data, probability=0.5, seed=0)
-    algorithm = make(fedsim.algorithms.FedAvg)
+    FedAvg = fedsim.algorithms.FedAvg
+    algorithm = make(FedAvg)
     guarantee = Guarantee.of(algorithm, sampler, delta=0.01)
     start = functools.partial(fedsim.experiment.run, rounds=1, folder=None, progress=False)
     less = make(fedsim.algorithms.FedAvg, dataclasses.replace(MECHANISM, noise_multiplier=0.5))
     tree = correlated(algorithm, BinaryTree(rounds=1))
     other = fedsim.samplers.PoissonSampler(data, probability=0.6, seed=0)
-    for wrong in (
-        (less, sampler),
-        (algorithm, other),
-        (tree, sampler),
-        (make(fedsim.algorithms.FedAvg, aggregators.Mean()), sampler),
-    ):
+    two = make(fedsim.algorithms.Mime)
+    for wrong in ((less, sampler), (algorithm, other), (tree, sampler), (two, sampler), (make(FedAvg, DISTRIBUTED), sampler)):
         with pytest.raises(
-            ValueError, match="^Expected the guarantee of this algorithm with this sampler, got one of the noise"
+            ValueError,
+            match="^Expected (the guarantee of this algorithm with this sampler, .*Guarantee|clients whose rounds have a min)",
         ):
             start(*wrong, privacy=guarantee)
+    bits = make(FedAvg, dataclasses.replace(DISTRIBUTED, bits=12))
+    with pytest.raises(ValueError, match=r"this sampler, DistributedGuarantee.*bits=12.* got DistributedGuarantee.*bits=20"):
+        start(bits, sampler, privacy=Guarantee.of(make(FedAvg, DISTRIBUTED), sampler, delta=0.01))
     with pytest.raises(ValueError, match="^Expected no stop_when with privacy, got stop_when='spent"):
         start(algorithm, sampler, privacy=guarantee, stop_when="spent(megabytes=1)")
     guarantee.check_run(algorithm, sampler)
-    two = make(fedsim.algorithms.Mime)
     Guarantee.of(two, sampler, delta=0.01).check_run(two, sampler)
