@@ -26,6 +26,11 @@ def depends(jaxpr: Jaxpr, marks: Sequence[bool]) -> Marks:
     >>> traced = jax.make_jaxpr(both)(1.0, 2.0).jaxpr
     >>> depends(traced, [True, False]), depends(traced, [False, True])
     ([True, True], [False, True])
+    >>> def every_second(x, y, rows):
+    ...     return jax.lax.scan(lambda state, row: (state[::-1], row * y), (x, y), rows)
+    >>> traced = jax.make_jaxpr(every_second)(1.0, 2.0, jax.numpy.ones(4)).jaxpr
+    >>> depends(traced, [True, False, False]), depends(traced, [False, False, True])
+    ([True, True, False], [False, False, True])
     """
     marked = {var for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
 
@@ -64,9 +69,13 @@ def _of_while(equation: Any, marks: Marks) -> Marks:
 
 
 def _of_scan(equation: Any, marks: Marks) -> Marks:
-    consts, states = equation.params["num_consts"], equation.params["num_carry"]
+    params = equation.params
+    if "num_consts" in params:
+        consts, states = params["num_consts"], params["num_carry"]
+    else:  # JAX 0.12
+        consts, states, _ = map(len, params["ft_in"].unpack())
     state, rows = marks[consts : consts + states], marks[consts + states :]
-    jaxpr = _open(equation.params["jaxpr"])
+    jaxpr = _open(params["jaxpr"])
     state = _after_steps(jaxpr, marks[:consts], state, rows)
     return [*state, *depends(jaxpr, [*marks[:consts], *state, *rows])[states:]]
 
