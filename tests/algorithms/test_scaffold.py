@@ -131,7 +131,7 @@ def test_scaffold_on_two_quadratics_does_not_depend_on_their_difference_and_gain
     assert sgd == rounds_to(curve(on_quadratics(FedAvg, 1), 1, rounds=70)) == 63  # one step per client is the gradient of f
     took = {}
     for steps in (2, 10):
-        algorithm = on_quadratics(SCAFFOLD, steps, option=option)
+        algorithm = on_quadratics(SCAFFOLD, steps, control_variate=option)
         curves = [curve(algorithm, G, rounds=36) for G in (1, 10, 100)]
         for f in curves[1:]:
             np.testing.assert_allclose(np.sqrt(f), np.sqrt(curves[0]), rtol=0, atol=5e-5)  # float32 rounding at G = 100

@@ -41,7 +41,10 @@ def processes_of(server, program, number):
 
 
 def assert_ends_as_simulated(folder, near):
-    """Repeats a run from its record, and compares the bits of the parameters. No update counts twice."""
+    """Repeats a run from its record, and compares the parameters. No update counts twice.
+
+    Nodes and the simulation run different programs, whose last bits may differ with XLA's optimizations.
+    """
     numbers = [number for line in deliveries(folder) if "updates" in line for number in line["updates"]["number"]]
     assert len(set(numbers)) == len(numbers)
     rounds = checkpoint_rounds(folder / "checkpoints")[-1]
@@ -52,7 +55,7 @@ def assert_ends_as_simulated(folder, near):
     names = [name for name in expected if name.startswith((".params", ".server.params"))]  # Others are of earlier models.
     assert names
     for name in names:
-        np.testing.assert_array_equal(got[name], expected[name])
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
 @NEEDS_FLOWER
