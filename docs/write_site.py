@@ -118,10 +118,13 @@ def write(out: Path) -> None:
     )
 
 
-# The columns of numbers of long tables stay narrow, and wide tables scroll by themselves.
+# The columns of numbers of long tables stay narrow, and wide tables scroll by themselves. On a narrow screen, long names,
+# addresses and code in a sentence are broken.
 _CSS = """\
 .bd-article table { display: block; overflow-x: auto; max-width: 100%; width: max-content; font-size: 0.9em; }
-.bd-article dt.sig { overflow-wrap: anywhere; }
+.bd-article { overflow-wrap: break-word; }
+.bd-article dt.sig, .bd-article dd, .bd-article :not(pre) > code { overflow-wrap: anywhere; min-width: 0; }
+.bd-article .sig .pre, .bd-article :not(pre) > code .pre { white-space: normal; }
 .bd-article img { background: white; }
 """
 
