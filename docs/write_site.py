@@ -124,6 +124,7 @@ _CSS = """\
 .bd-article table { display: block; overflow-x: auto; max-width: 100%; width: max-content; font-size: 0.9em; }
 .bd-article { overflow-wrap: break-word; }
 .bd-article dt.sig, .bd-article dd, .bd-article :not(pre) > code { overflow-wrap: anywhere; min-width: 0; }
+.bd-article table, .bd-article table code { overflow-wrap: normal; }
 .bd-article .sig .pre, .bd-article :not(pre) > code .pre { white-space: normal; }
 .bd-article img { background: white; }
 """
