@@ -104,6 +104,10 @@ class Algorithm:
       - A client without examples contributes nothing. A round in which no update arrives returns the state unchanged.
       - An update that is not finite never reaches the aggregator.
 
+    Raises:
+      ValueError: an attribute is not of the kind that is described, or ``batches`` has a ``microbatch`` and the subclass does
+        not declare ``microbatches``.
+
     As an example, the mean of all clients' numbers:
 
     >>> import jax.numpy as jnp, numpy as np

@@ -43,6 +43,9 @@ class AuxMean(Wrapper):
     Attributes:
       inner: the aggregator of the updates.
 
+    Raises:
+      ValueError: ``inner`` is secure aggregation, which would send the auxiliary data unmasked.
+
     >>> from fedsim.aggregators import Clipped
     >>> clipped = AuxMean(inner=Clipped(1.0))
     >>> sent = clipped.send(WithAux(jnp.array([3.0, 4.0]), jnp.float32(7)), (), (), jax.random.key(0))

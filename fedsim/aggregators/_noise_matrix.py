@@ -86,6 +86,9 @@ class BinaryTree(NoiseMatrix):
         smallest variance (Honaker's estimates from below). The sum over b = 2^(k - 1) rounds then has the variance
         1 / (2 - 2^(1 - k)) in place of 1.
 
+    Raises:
+      ValueError: ``efficient`` is neither True nor False, or see `NoiseMatrix`.
+
     >>> print(BinaryTree(rounds=4).dense(4).astype(int))
     [[1 0 0 0]
      [1 1 0 0]

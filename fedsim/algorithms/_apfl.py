@@ -61,6 +61,9 @@ class APFL(FedAvg):
         model, 1 only v.
       adaptive: whether clients also learn alpha.
 
+    Raises:
+      ValueError: ``alpha`` is not in [0, 1], or see `FedAvg`.
+
     >>> import optax, fedsim
     >>> algorithm = APFL(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=3))
     >>> shared = algorithm.broadcast(algorithm.init(jax.random.key(0)))

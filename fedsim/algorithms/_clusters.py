@@ -40,6 +40,9 @@ class Clusters(Algorithm):
       aggregator: a sum of moments, and the candidate for the next point, by default.
       batches: see `Statistics`.
 
+    Raises:
+      ValueError: a number is below 1, or ``start`` has another shape or numbers that are not finite.
+
     >>> Clusters(num_features=2, num_clusters=0)
     Traceback (most recent call last):
     ...

@@ -90,6 +90,10 @@ class DSSGD(FedAvg):
       model, batches, client_optimizer, server_optimizer: see `FedAvg`. The paper's optimizers are SGD. ``weighting`` has no
         effect.
 
+    Raises:
+      ValueError: a fraction or ``decay`` is not in (0, 1], ``clip`` or ``epsilon`` is not positive, or ``epsilon`` is given
+        without ``clip`` or with another selection.
+
     >>> import optax, fedsim
     >>> DSSGD(
     ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20),

@@ -24,6 +24,9 @@ class FedAvgM(FedAvg):
       server_learning_rate: learning rate of the step along v.
       momentum: in [0, 1).
 
+    Raises:
+      ValueError: ``momentum`` is not in [0, 1), ``server_learning_rate`` is not positive, or see `FedAvg`.
+
     >>> import optax, fedsim
     >>> FedAvgM(
     ...     model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=20), client_optimizer=optax.sgd(0.1),

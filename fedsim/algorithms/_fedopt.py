@@ -70,6 +70,9 @@ class FedAdagrad(FedAvg):
       b1: decay of the first moment, in [0, 1).
       tau: degree of adaptivity τ, above 0. Smaller values are more adaptive.
 
+    Raises:
+      ValueError: ``b1`` is not in [0, 1), ``server_learning_rate`` or ``tau`` is not positive, or see `FedAvg`.
+
     >>> import fedsim
     >>> FedAdagrad(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2)).b1
     0.0
@@ -94,6 +97,9 @@ class FedAdam(FedAvg):
     Attributes:
       server_learning_rate, b1, tau: see `FedAdagrad`.
       b2: decay of the second moment, in [0, 1).
+
+    Raises:
+      ValueError: ``b2`` is not in [0, 1), or see `FedAdagrad`.
 
     >>> import optax, fedsim
     >>> FedAdam(model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=20), client_optimizer=optax.sgd(0.1), b2=1.5)
@@ -126,6 +132,9 @@ class FedYogi(FedAvg):
     Attributes:
       server_learning_rate, b1, tau: see `FedAdagrad`.
       b2: in [0, 1). 1 - b2 is the size of this step relative to Δ².
+
+    Raises:
+      ValueError: ``b2`` is not in [0, 1), or see `FedAdagrad`.
 
     >>> import fedsim
     >>> FedYogi(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2)).b2

@@ -26,6 +26,9 @@ class FedProx(FedAvg):
     Attributes:
       mu: at least 0. With 0, the algorithm is FedAvg. The paper tries 0.001 to 1.
 
+    Raises:
+      ValueError: ``mu`` is negative or not finite, or see `FedAvg`.
+
     >>> import fedsim, optax
     >>> FedProx(
     ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), mu=-1.0)

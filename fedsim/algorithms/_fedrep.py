@@ -35,6 +35,9 @@ class FedRep(OwnHead, FedAvg):
         epoch and the default, the body gets only a tenth of the steps of FedAvg.
       head: see `FedPer`.
 
+    Raises:
+      ValueError: ``head_fraction`` is not in [0, 1], or see `FedPer`.
+
     >>> import optax, fedsim
     >>> FedRep(
     ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20),

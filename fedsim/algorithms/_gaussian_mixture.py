@@ -86,6 +86,9 @@ class GaussianMixture(Clusters):
       num_features, num_clusters, start: see `Clusters`. A cluster is a component.
       feature, batches: see `Statistics`.
 
+    Raises:
+      ValueError: ``regularization`` is negative, ``start_variance`` is not positive, or see `Clusters`.
+
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.array([[0.0], [2.0], [99.0], [101.0]], np.float32)}, sizes=[3, 1])
     >>> algorithm = GaussianMixture(num_features=1, num_clusters=2, start=[[0.0], [99.0]], regularization=0.0)

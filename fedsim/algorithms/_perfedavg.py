@@ -42,6 +42,9 @@ class PerFedAvg(FedAvg):
       variant: ``"first_order"`` computes two gradients per step. ``"hessian_free"`` computes four, on three thirds of a batch.
       delta: the difference step of the Hessian-free variant, above 0. It must be small, but far above the precision of floats.
 
+    Raises:
+      ValueError: ``alpha`` is negative, ``delta`` is not positive, ``variant`` is another text, or see `FedAvg`.
+
     >>> import optax, fedsim
     >>> PerFedAvg(
     ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), alpha=-1.0)

@@ -42,6 +42,9 @@ class PFedMe(FedAvg):
         2 / (lam + curvature).
       personal_steps: the number of these steps, at least 1. The paper uses 5.
 
+    Raises:
+      ValueError: a number is outside the range that is described, or see `FedAvg`.
+
     >>> import optax, fedsim
     >>> PFedMe(model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), lam=0.0)
     Traceback (most recent call last):

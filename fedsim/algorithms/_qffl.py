@@ -58,6 +58,9 @@ class QFedSGD(FedSGD):
       lipschitz: an estimate of the gradient's Lipschitz constant: 1 over the best learning rate for FedSGD.
       model, batches, server_optimizer, weighting: see `FedSGD`.
 
+    Raises:
+      ValueError: ``q`` is negative, ``lipschitz`` is not positive, or see `FedSGD`.
+
     >>> import fedsim
     >>> QFedSGD(model=fedsim.models.digits_logistic(), lipschitz=0.0)
     Traceback (most recent call last):

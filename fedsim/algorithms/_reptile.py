@@ -29,6 +29,9 @@ class Reptile(FedAvg):
       decay_rounds: the number of rounds over which ε decreases linearly to 0, as in the paper's experiments. None keeps it
         constant.
 
+    Raises:
+      ValueError: ``server_learning_rate`` is not positive, ``decay_rounds`` is below 1, or see `FedAvg`.
+
     >>> import optax, fedsim
     >>> Reptile(
     ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20),

@@ -142,6 +142,9 @@ class VectorCompressor(Compressor):
 
     Attributes:
       per_tensor: whether every tensor is compressed separately, or all floats are joined to one vector.
+
+    Raises:
+      ValueError: ``per_tensor`` is neither True nor False.
     """
 
     per_tensor: bool = True

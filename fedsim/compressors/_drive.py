@@ -46,6 +46,9 @@ class Drive(VectorCompressor):
         single sender, and inside `ErrorFeedback`).
       per_tensor: default False, as in the paper: all floats are one vector.
 
+    Raises:
+      ValueError: ``unbiased`` or ``per_tensor`` is neither True nor False.
+
     >>> x = jax.random.normal(jax.random.key(1), (4096,))
     >>> sent = Drive(unbiased=False).transmit(x, jax.random.key(0))
     >>> round(float(jnp.sum((sent.value - x) ** 2) / jnp.sum(x**2)), 1), sent.bits.item()

@@ -116,6 +116,9 @@ class FinishingNodes:
       per_round: the most nodes in a cohort. A node that finishes twice begins another cohort, so there may be fewer.
       seed: the seed, or root key, of the speeds and of the run.
 
+    Raises:
+      ValueError: ``per_round`` is below 1, or no node has examples.
+
     >>> import numpy as np
     >>> data = FederatedData.from_arrays({"x": np.zeros(6)}, sizes=[1, 2, 3])
     >>> nodes = FinishingNodes(data, Batches(size=1), per_round=1)

@@ -151,6 +151,10 @@ class DecentralizedAlgorithm(Algorithm):
       personal: a function from a Haiku module's name and a parameter's name to whether nodes keep the parameter to themselves,
         as in `fedsim.algorithms.FedPer`: ``lambda module, name: module == "linear_2"``. None: they share all parameters.
 
+    Raises:
+      ValueError: an attribute is not of the kind that is described, or is for algorithms with a server; or messages may be
+        lost, or a robust mean is used, where what nodes keep would be wrong from then on.
+
     >>> import numpy as np, fedsim
     >>> from fedsim import tree
     >>> @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -63,6 +63,9 @@ class Node:
     A node whose sums are masked does not send the sum of a round in which an update of its clients does not count. The server
     asks for a sum before it can know of such updates, so that the total could be that of fewer clients than it may see.
 
+    Raises:
+      ValueError: the algorithm does not fit the data.
+
     A node answers in bytes what it is asked in bytes:
 
     >>> import tempfile, fedsim

@@ -41,6 +41,9 @@ class ScheduledSampler:
       data, key: those of ``sampler``.
       clients: the largest number of updates in a server step.
 
+    Raises:
+      ValueError: clients of ``sampler`` have only a part of their examples in a round (`fedsim.data.Arriving`).
+
     >>> import fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(4)}, sizes=[1, 1, 1, 1])
     >>> sampler = fedsim.UniformSampler(data, clients=2, seed=0)

@@ -58,6 +58,9 @@ class VerticalAlgorithm:
       missing: the probability that a passive party is missing in a round. It sends and receives nothing and does not step, and
         zeros replace its embedding. (Its last embedding would be that of other people.)
 
+    Raises:
+      ValueError: an attribute is not of the kind that is described, or ``optimizer`` has one for a party that does not exist.
+
     >>> import numpy as np, fedsim
     >>> from fedsim import vertical
     >>> x, y = np.eye(4), np.array([0, 1, 0, 1])
