@@ -67,7 +67,7 @@ def gather(path: str, cohort: int, repeats: int) -> Figures:
 
 
 def rounds(populations: list[int], cohort: int, turns: int, rounds: int) -> list[Figures]:
-    """Measures rounds of clients with 20 digits each: all population sizes in turn, resident and streamed from a packed file."""
+    """Measures rounds of clients with 20 digits each: all populations in turn, resident and streamed from a packed file."""
     import fedsim
 
     fedsim.use_all_cores()

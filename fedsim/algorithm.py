@@ -378,6 +378,9 @@ def map_clients(
       batches: what ``client.num_steps`` counts; default: one example at a time.
       execution: how clients are run; default `Auto`.
 
+    Raises:
+      ValueError: clients of the cohort have started in earlier rounds; there is no model of these rounds here.
+
     >>> import jax.numpy as jnp, numpy as np
     >>> data = FederatedData.from_arrays({"x": np.array([1.0, 2.0, 6.0], np.float32)}, sizes=[2, 1])
     >>> def largest(shared, client):
@@ -386,6 +389,13 @@ def map_clients(
     >>> map_clients(largest, jnp.float32(1.5), Cohort.of(data, ["0", "1"])).tolist()
     [2.0, 6.0]
     """
+    if (arrivals := cohort.arrivals) is not None:
+        if np.any(arrivals.staleness) or np.any(arrivals.key_rounds != cohort.round):
+            raise ValueError(
+                f"Expected clients that start in round {cohort.round} for map_clients, got some that started earlier: give a "
+                "cohort of a sampler without a virtual clock."
+            )
+        cohort = dataclasses.replace(cohort, arrivals=None)  # Their weights and scales are for aggregation.
     make = _map_of if isinstance(work, Hashable) else _map_of.__wrapped__
     algorithm = make(work, batches or Batches(size=1, shuffle=False), execution or Auto())
     return cut_rows(algorithm.apply(shared, cohort)[1], cohort.slots)

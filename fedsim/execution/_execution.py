@@ -460,7 +460,8 @@ def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> N
                 "Expected cohorts with the same population, number of slots, root key and attack, got different ones: run them "
                 "in separate calls."
             )
-    checked = kept_with(algorithm).setdefault("checked", weakref.WeakSet())
+    # The range of integers depends on x64.
+    checked = kept_with(algorithm).setdefault(f"checked, {jax.dtypes.canonicalize_dtype(int)}", weakref.WeakSet())
     if first.data not in checked:
         first.data.check_dtypes()
         algorithm.check(first.data)

@@ -4,6 +4,7 @@ import dataclasses
 
 import federation
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -24,7 +25,9 @@ def noise_of(mechanism, execution=JIT, rounds=3):
 
 
 def check_noise(mechanism, execution=JIT):
-    """Raises ``AssertionError`` unless the mean of 8 clients has the noise of one divided by √8, new in each round."""
+    """Raises ``AssertionError`` unless a message has noise, and the mean of 8 clients that divided by √8, new in each round."""
+    sent = mechanism.send(jnp.zeros(SIZE), mechanism.init(jnp.zeros(SIZE)), (), jax.random.key(0)).update
+    assert np.std(sent) == pytest.approx(2.0 * 0.5, rel=4 / np.sqrt(2 * SIZE))
     noise = noise_of(mechanism, execution)
     deviation = 2.0 * 0.5 / np.sqrt(8)
     assert np.std(noise) == pytest.approx(deviation, rel=4 / np.sqrt(2 * noise.size))
@@ -54,7 +57,7 @@ class ByServer(Wrapper):
 
     def finish_round(self, accumulator, memory, key):
         mean, memory = super().finish_round(accumulator, memory, key)
-        return jax.tree.map(lambda x, n: x + n, mean, rng.normal_like(key, mean)), memory
+        return jax.tree.map(lambda x, n: x + 2 * 0.5 / 8**0.5 * n, mean, rng.normal_like(key, mean)), memory
 
 
 @pytest.mark.first(1)
