@@ -251,8 +251,9 @@ def test_fedbn_needs_a_normalization():
 @pytest.mark.first(1)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9, 1.0])
 def test_fedrep_follows_algorithm_1(fraction):
-    """The optimizer has momentum. Each half has its own momentum, from its own steps."""
-    algorithm = make(algorithms.FedRep, head_fraction=fraction, client_optimizer=optax.sgd(RATE, momentum=0.5))
+    """The optimizer has momentum. Each half has its own momentum, from its own steps, and its own rate."""
+    optimizer = fedsim.transfer.with_rates(optax.sgd(RATE, momentum=0.5), {"linear/*": 0.6, "linear_1/*": 0.9})
+    algorithm = make(algorithms.FedRep, head_fraction=fraction, client_optimizer=optimizer)
     shared = algorithm.broadcast(algorithm.init(jax.random.key(1)))
     first = jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.client_memory(shared))
     heads = {}
@@ -262,9 +263,9 @@ def test_fedrep_follows_algorithm_1(fraction):
         batches = list(real_examples(dataset, key))
         velocity = plus(params, -1, params)
         for step, (x, y) in enumerate(batches):
-            half = "linear_1" if step < int(fraction * len(batches) + 1e-6) else "linear"
+            half, rate = ("linear_1", 0.9) if step < int(fraction * len(batches) + 1e-6) else ("linear", 0.6)
             velocity[half] = plus(numpy_gradient(params, x, y)[half], 0.5, velocity[half])
-            params = params | {half: plus(params[half], -RATE, velocity[half])}
+            params = params | {half: plus(params[half], -RATE * rate, velocity[half])}
         heads[client_id] = {"linear_1": params["linear_1"]}
         return {"linear": params["linear"]}
 
