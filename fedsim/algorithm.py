@@ -169,6 +169,13 @@ class Algorithm:
         """What makes its derivatives zero or wrong, such as "rounds", for `fedsim.differentiable`; "" if they are right."""
         return ""
 
+    @property
+    def preview(self) -> str:
+        """What clients compute by the network in training mode in a pass over all of their examples, besides training, such as
+        "the loss"; "" if there is no such pass.
+        """
+        return ""
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns what is copied and pickled. Compiled programs are left out."""
         return {name: value for name, value in vars(self).items() if name != "_execution"}
@@ -243,9 +250,20 @@ class Algorithm:
             model.check(data, unlabelled=self.capabilities.unlabelled)
             model.check_trainable()
             self._check_parts(model)
-            model.check_padding(self.batches, data.sizes)
+            self.check_padding(data.sizes)
         else:
             data.check_range(data.columns)
+
+    def check_padding(self, sizes: np.ndarray) -> None:
+        """Raises ``ValueError`` if clients with so many examples, ``int [clients]``, would normalize by padding.
+
+        See `fedsim.Model.check_padding`.
+        """
+        model = getattr(self, "model", None)
+        if isinstance(model, Model):
+            model.check_padding(self.batches, sizes)
+            if self.preview:
+                model.check_padding(self.batches.one_pass(), sizes, purpose=self.preview)
 
     def _check_weights(self, data: FederatedData) -> None:
         """Raises ``ValueError`` if clients are weighted by examples, and an aggregator that bounds weights does not fit."""

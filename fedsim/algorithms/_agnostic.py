@@ -37,7 +37,7 @@ from fedsim.algorithms._domains import STEPS, by_domain, check_domains
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import Batch, FederatedData
 from fedsim.metrics import divide
-from fedsim.model import Params
+from fedsim.model import Params, scope_of
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
@@ -108,6 +108,7 @@ class AgnosticFedAvg(FedAvg):
             "statistics would have other weights; use statistics='client' or a model with GroupNorm"
         },
     )
+    preview = "the losses of the domains"
 
     aggregator: Aggregator = dataclasses.field(default_factory=Sum)
     num_domains: int
@@ -144,7 +145,8 @@ class AgnosticFedAvg(FedAvg):
 
     def client_update(self, shared: AgnosticShared, client: Client) -> ClientUpdate:
         def add(losses: tree.Total, batch: Batch) -> tree.Total:
-            own = self._losses(shared.params, batch)
+            with scope_of(client.parts, batch.mask):
+                own = self._losses(shared.params, batch)
             return losses.add(by_domain(own, batch.mask, batch.examples[self.domain], self.num_domains))
 
         zeros = jnp.zeros(self.num_domains, jnp.float32)

@@ -77,6 +77,7 @@ class FedEM(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         one = self.component
+        self._check_parts(one)  # before a mixture of it is made, which has other remedies
         if one is self.model or self.mixture_model.num_components != self.num_components:
             object.__setattr__(self, "model", MixtureModel.of(one, self.num_components))
 
