@@ -91,7 +91,8 @@ class Algorithm:
         compressors that leave many coordinates out (top-k, for example, also with error feedback) do not suit.
       averaging: decay in [0, 1) of an exponential moving average of the server's parameters over the rounds, as ``optax.ema``
         with debiasing computes it. The average is ``state.params``, which is evaluated and from which clients' own parameters
-        are computed in evaluation; training continues with ``state.server.params``. None computes no average.
+        are computed in evaluation; training continues with ``state.server.params``. It needs parameters of at least
+        ``float32``. None computes no average.
       staleness: lets clients start from what the server sent in earlier rounds; None if all start from this round's.
       nonfinite: ``"drop"`` excludes updates with a NaN or an infinity from the round, counts them in the info, and warns
         once, at a later call. Where clients add noise, such a client sends its noise alone. ``"raise"`` raises

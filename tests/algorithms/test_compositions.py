@@ -143,8 +143,32 @@ def test_auxiliary_numbers_are_not_clipped_with_the_update():
     assert info.clients["bits_up"].tolist() == [32 * (3 * 4 + 4 + 1)]
 
 
+@pytest.mark.first(1)
+@pytest.mark.parametrize(
+    ("aggregator", "attack"),
+    [
+        (aggregators.Clipped(0.01), attacks.SignFlip(2.0)),
+        (aggregators.Compressed(compressors.Eden(bits=1)), None),
+        (aggregators.Compressed(compressors.TopK(fraction=0.3, per_tensor=False)), None),
+    ],
+)
+def test_heterofl_of_whole_networks_is_fedavg_whatever_is_sent(aggregator, attack):
+    """The shares that HeteroFL's server divides by are neither attacked nor clipped nor compressed."""
+    cohort = federation.cohort()
+    if attack is not None:
+        cohort = dataclasses.replace(cohort, attack=attack, attackers=np.arange(8) % 3 == 0)
+    results = []
+    for cls, options in ((fedsim.algorithms.FedAvg, {}), (fedsim.algorithms.HeteroFL, {"widths": (1.0,)})):
+        algorithm = make(cls, aggregator=aggregator, **options)
+        state, info = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+        results.append((federation.plain(state.params), info.clients["bits_up"]))
+    (expected, bits), (found, with_share) = results
+    federation.assert_trees_close(found, expected)
+    assert with_share.tolist() == np.where(np.asarray(bits) > 0, np.asarray(bits) + 32, 0).tolist()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qfedavg", "fednova", "adaptivefedprox"])
+@pytest.mark.parametrize("name", ["qfedavg", "fednova", "adaptivefedprox", "heterofl"])
 @pytest.mark.parametrize("attack", [attacks.SignFlip(), attacks.ALittleIsEnough()])
 def test_compression_and_attacks_do_not_change_auxiliary_numbers(name, attack):
     """Auxiliary numbers include divisors, so dropping one or changing its sign would break the update."""

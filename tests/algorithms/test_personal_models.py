@@ -212,6 +212,19 @@ def test_heterofl_follows_algorithm_1():
     assert set(np.asarray(info.clients["num_parameters"]).tolist()) <= {44, 3 * 3 + 3 + 3 * 4 + 4, 0}
 
 
+def test_sub_networks_have_as_many_units_as_the_decimal_width_says():
+    """In floating point, 0.55 * 200 is slightly above 110."""
+
+    def network(examples):
+        hidden = hk.Linear(200)(examples["x"])
+        return hk.Linear(federation.NUM_CLASSES)(jax.nn.relu(hidden))
+
+    model = fedsim.Model.from_haiku(hk.transform(network), features=federation.FEATURES, num_classes=federation.NUM_CLASSES)
+    algorithm = make(algorithms.HeteroFL, model=model, widths=(0.55, 1e-6))
+    params = model.init(jax.random.key(0))
+    assert [int(algorithm.masks(params, level)["linear"]["b"].sum()) for level in (0, 1)] == [110, 1]
+
+
 def test_heterofl_refuses_noise_that_it_would_divide():
     noise = fedsim.aggregators.GaussianMechanism(1.0, clip=1.0, denominator=4)
     with pytest.raises(ValueError, match="^Expected an aggregator without noise with HeteroFL, got GaussianMechanism: "):
