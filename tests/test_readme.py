@@ -32,6 +32,12 @@ def blocks(language, page="README"):
     return [text for kind, text in fenced if kind == language]
 
 
+# Commands that are cut short, or need a file or another machine.
+NOT_HERE = re.compile(
+    r"\.\.\.|…|\b[A-Z]{2,}\b|--help|--from|--init-from|--deliveries|--coordinator-address|--distributed|\.csv|\.py|\.json"
+)
+
+
 def run_commands():
     """Returns the arguments of every ``fedsim run`` in the blocks and sentences of the pages and of the notebooks' texts."""
     texts = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
@@ -41,10 +47,9 @@ def run_commands():
     found = {}
     for page, text in texts.items():
         text = text.replace("\\\n", " ")
-        for line in re.findall(r"^(?:\$ |srun )?fedsim run (.*)$", text, re.MULTILINE) + re.findall(
-            r"`fedsim run ([^`]+)`", text
-        ):
-            if not re.search(r"\.\.\.|…|\b[A-Z]{2,}\b|--help|--from|--init-from|--deliveries|--coordinator-address|\.csv|\.py|--distributed|\.json", line):
+        lines = re.findall(r"^(?:\$ |srun )?fedsim run (.*)$", text, re.MULTILINE)
+        for line in lines + re.findall(r"`fedsim run ([^`]+)`", text):
+            if not NOT_HERE.search(line):
                 found[line.partition(" #")[0].strip()] = page
     return [pytest.param(line, id=f"{page}: {line}") for line, page in found.items()]
 
