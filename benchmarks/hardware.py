@@ -14,7 +14,8 @@ def stamp(device: str) -> dict[str, Any]:
     """Returns the hardware, system, date and commit, which every result records."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
-    changed = _output("git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
+    code = (":(top)", ":(top,exclude)benchmarks/results", ":(top,exclude)docs")  # The results of tables that were measured before are no changes.
+    changed = _output("git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=no", "--", *code)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": (_output("git", "rev-parse", "HEAD") or "none") + (" with changes" if changed else ""),

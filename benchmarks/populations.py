@@ -6,6 +6,7 @@ import csv
 import json
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,16 +67,17 @@ def gather(path: str, cohort: int, repeats: int) -> Figures:
 
 
 def rounds(populations: list[int], cohort: int, turns: int, rounds: int) -> list[Figures]:
-    """Measures rounds of clients with 20 digits each: all population sizes in turn, with resident and with streamed data."""
+    """Measures rounds of clients with 20 digits each: all populations in turn, resident and streamed from a packed file."""
     import fedsim
 
     fedsim.use_all_cores()
     ways = ("resident", "stream")
-    runs = {(memory, clients): _digits(memory, clients, cohort) for memory in ways for clients in populations}
-    times: dict[tuple[str, int], list[float]] = {run: [] for run in runs}
-    for _ in range(turns):
-        for run, rounds_of in runs.items():
-            times[run].append(rounds_of(rounds) / rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {(memory, clients): _digits(memory, clients, cohort, folder) for memory in ways for clients in populations}
+        times: dict[tuple[str, int], list[float]] = {run: [] for run in runs}
+        for _ in range(turns):
+            for run, rounds_of in runs.items():
+                times[run].append(rounds_of(rounds) / rounds)
     rows = []
     for memory, clients in runs:
         mine, smallest = times[memory, clients], times[memory, populations[0]]
@@ -131,12 +133,16 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def _digits(memory: Any, clients: int, cohort: int) -> Callable[[int], float]:
+def _digits(memory: Any, clients: int, cohort: int, folder: str) -> Callable[[int], float]:
     import fedsim
 
     draw = np.random.default_rng(0)
     columns = {"x": draw.integers(0, 17, (clients * 20, 8, 8, 1), np.uint8), "y": draw.integers(0, 10, clients * 20, np.int32)}
     data = fedsim.FederatedData.from_arrays(columns, sizes=np.full(clients, 20))
+    if memory == "stream":
+        path = f"{folder}/{clients}.h5"
+        data.save(path)
+        data = fedsim.FederatedData.open(path)
     return _timed_rounds(fedsim.models.digits_dense(), data, memory, cohort, size=10)[0]
 
 

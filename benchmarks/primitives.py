@@ -158,6 +158,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.devices > 1:
         fedsim.use_all_cores(arguments.devices)
+    measured = stamp("cpu")
     draw = np.random.default_rng(1)
     ragged = np.maximum(10, draw.lognormal(4.5, 0.9, 16)).astype(int)
     rows: list[dict[str, Any]] = []
@@ -171,8 +172,8 @@ def main() -> None:
         rows.append(row)
         print(row, "peak of the process:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, "MB")
     known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
-    rows = [row for row in known if row.get("devices", 1) != arguments.devices] + rows
-    RESULT.write_text(json.dumps({"stamp": stamp("cpu"), "rows": rows}, indent=1) + "\n")
+    rows = [row for row in known if row.get("devices", 1) != arguments.devices] + [row | {"stamp": measured} for row in rows]
+    RESULT.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

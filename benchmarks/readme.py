@@ -95,8 +95,9 @@ def primitives() -> str:
     """Returns the table of ``docs/primitives.md`` between the two ``measured`` markers, from ``cpu-primitives.json``."""
     table = json.loads((RESULTS / "cpu-primitives.json").read_text())
     derivative = next(row for row in table["rows"] if "derivative" in row)
+    machines = "; ".join(dict.fromkeys(_machine(row["stamp"]) for row in table["rows"]))
     rows = [
-        f"{_machine(table['stamp'])}. Milliseconds per round, the shortest of seven.",
+        f"{machines}. Milliseconds per round, the shortest of seven.",
         "",
         "| model, sizes of the clients, devices | program | DrJAX | `FedAvg` |",
         "| --- | --- | --- | --- |",

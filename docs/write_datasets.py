@@ -27,8 +27,8 @@ dataset without code, see [own data](own_data.md); to add a dataset as code see
 Numbers of clients and examples are the published ones, or those with default options if a dataset is generated or divided by a
 partitioner. If there is one number of clients, all splits have the same clients.
 
-`tfds:NAME`, and your own CSV and Parquet files, need the extra `formats`: `pip install "fedsim-jax[formats]"` where fedsim is
-installed.
+`tfds:NAME`, your own tables and datasets of Hugging Face need the extra `formats`: `pip install "fedsim-jax[formats]"` where
+fedsim is installed.
 
 Datasets without clients of their own (`digits`, `mnist`, `fashion_mnist`, `cifar10`, `tfds:NAME`) are divided by one partition
 for all splits: the shares of labels of a client are as equal in train and test as whole examples allow, and every test example

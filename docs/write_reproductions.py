@@ -111,8 +111,8 @@ VERDICTS = {
     "vertical": "Matches: the vertical algorithms reach the result of one organization with all columns.",
     "few_labels": "No published numbers: a comparison of this project, see [its own page](../few_labels.md).",
     "opacus_mnist": (
-        "Matches: ε to all published digits, and the accuracy with the smallest ε within its standard deviation; the "
-        "accuracies with the two larger ε have not been measured."
+        "Matches: ε to all published digits, and all four accuracies, of one run each where Opacus has ten: 96.77 % where it "
+        "has 96.78 ± 0.21, and 96.89 % where it has 97.09 ± 0.17, which is the largest difference in standard deviations."
     ),
     "dp_ftrl_femnist": (
         "A part of the published order: with ε = 4, a banded matrix (56.3 %) is above independent noise and the tree; the "
@@ -132,8 +132,8 @@ VERDICTS = {
     ),
     "attacks_and_defenses": (
         "No published numbers: clipping alone stops no attack, and noise stops all of them, but also learning, because 50 "
-        "clients are too few for it. A secure sum and more local steps spoil the reconstruction of images, and do not hide who "
-        "took part."
+        "clients are too few for it. A secure sum of 25 clients hides the property of one of them (AUC 0.47, without a defence "
+        "0.99) and spoils the reconstruction of images, as more local steps do, but neither hides who took part."
     ),
     "nmse_and_bytes": (
         "Matches: every number within 1 %, and every bound holds; with one bit, DRIVE and EDEN have about a twelfth of the "

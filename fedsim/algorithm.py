@@ -91,7 +91,8 @@ class Algorithm:
         compressors that leave many coordinates out (top-k, for example, also with error feedback) do not suit.
       averaging: decay in [0, 1) of an exponential moving average of the server's parameters over the rounds, as ``optax.ema``
         with debiasing computes it. The average is ``state.params``, which is evaluated and from which clients' own parameters
-        are computed in evaluation; training continues with ``state.server.params``. None computes no average.
+        are computed in evaluation; training continues with ``state.server.params``. It needs parameters of at least
+        ``float32``. None computes no average.
       staleness: lets clients start from what the server sent in earlier rounds; None if all start from this round's.
       nonfinite: ``"drop"`` excludes updates with a NaN or an infinity from the round, counts them in the info, and warns
         once, at a later call. Where clients add noise, such a client sends its noise alone. ``"raise"`` raises
@@ -169,6 +170,13 @@ class Algorithm:
         """What makes its derivatives zero or wrong, such as "rounds", for `fedsim.differentiable`; "" if they are right."""
         return ""
 
+    @property
+    def preview(self) -> str:
+        """What clients compute by the network in training mode in a pass over all of their examples, besides training, such as
+        "the loss"; "" if there is no such pass.
+        """
+        return ""
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns what is copied and pickled. Compiled programs are left out."""
         return {name: value for name, value in vars(self).items() if name != "_execution"}
@@ -243,9 +251,20 @@ class Algorithm:
             model.check(data, unlabelled=self.capabilities.unlabelled)
             model.check_trainable()
             self._check_parts(model)
-            model.check_padding(self.batches, data.sizes)
+            self.check_padding(data.sizes)
         else:
             data.check_range(data.columns)
+
+    def check_padding(self, sizes: np.ndarray) -> None:
+        """Raises ``ValueError`` if clients with so many examples, ``int [clients]``, would normalize by padding.
+
+        See `fedsim.Model.check_padding`.
+        """
+        model = getattr(self, "model", None)
+        if isinstance(model, Model):
+            model.check_padding(self.batches, sizes)
+            if self.preview:
+                model.check_padding(self.batches.one_pass(), sizes, purpose=self.preview)
 
     def _check_weights(self, data: FederatedData) -> None:
         """Raises ``ValueError`` if clients are weighted by examples, and an aggregator that bounds weights does not fit."""
@@ -378,6 +397,9 @@ def map_clients(
       batches: what ``client.num_steps`` counts; default: one example at a time.
       execution: how clients are run; default `Auto`.
 
+    Raises:
+      ValueError: clients of the cohort have started in earlier rounds; there is no model of these rounds here.
+
     >>> import jax.numpy as jnp, numpy as np
     >>> data = FederatedData.from_arrays({"x": np.array([1.0, 2.0, 6.0], np.float32)}, sizes=[2, 1])
     >>> def largest(shared, client):
@@ -386,6 +408,13 @@ def map_clients(
     >>> map_clients(largest, jnp.float32(1.5), Cohort.of(data, ["0", "1"])).tolist()
     [2.0, 6.0]
     """
+    if (arrivals := cohort.arrivals) is not None:
+        if np.any(arrivals.staleness) or np.any(arrivals.key_rounds != cohort.round):
+            raise ValueError(
+                f"Expected clients that start in round {cohort.round} for map_clients, got some that started earlier: give a "
+                "cohort of a sampler without a virtual clock."
+            )
+        cohort = dataclasses.replace(cohort, arrivals=None)  # Their weights and scales are for aggregation.
     make = _map_of if isinstance(work, Hashable) else _map_of.__wrapped__
     algorithm = make(work, batches or Batches(size=1, shuffle=False), execution or Auto())
     return cut_rows(algorithm.apply(shared, cohort)[1], cohort.slots)

@@ -34,20 +34,27 @@ import numpy as np
 _MIN_BITS = 6
 _HALF_ROUNDS = 8
 
+# Under `jax.vmap`, JAX draws from "rbg" keys by the first of them alone, so that draws would depend on what runs side by side.
+IMPLEMENTATION = "threefry2x32"
+
 
 def root(seed: int | jax.Array) -> jax.Array:
     """Returns the root key of a seed. A key is returned as it is; a legacy key of `jax.random.PRNGKey` is wrapped.
 
+    The key is one of "threefry2x32", whatever ``jax_default_prng_impl`` says.
+
     Raises:
-      ValueError: ``seed`` is not a whole number in [0, 2**63).
+      ValueError: ``seed`` is not a whole number in [0, 2**63), or is a key of another implementation, such as "rbg", whose
+        draws for a client would depend on the clients that run beside it.
 
     >>> bool(root(7) == root(root(7)))
     True
     """
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        check_implementation(seed)
         return seed
     if np.shape(seed) == (2,) and getattr(seed, "dtype", None) == np.uint32:  # a legacy key of `jax.random.PRNGKey`
-        return jax.random.wrap_key_data(jnp.asarray(seed))
+        return jax.random.wrap_key_data(jnp.asarray(seed), impl=IMPLEMENTATION)
     try:
         seed = operator.index(seed)
     except jax.errors.TracerIntegerConversionError:  # Its message explains the remedy.
@@ -59,9 +66,21 @@ def root(seed: int | jax.Array) -> jax.Array:
     if not 0 <= seed < 2**63:
         raise ValueError(f"Expected 0 <= seed < 2**63, got seed={seed}: give another whole number.")
     with jax.ensure_compile_time_eval():  # The key is a constant, also inside `jax.jit`.
-        key = jax.random.key(seed & 0xFFFFFFFF)
+        key = jax.random.key(seed & 0xFFFFFFFF, impl=IMPLEMENTATION)
         # Without x64, jax.random.key would silently drop the upper word of a large seed.
         return key if seed < 2**32 else jax.random.fold_in(key, np.uint32(seed >> 32))
+
+
+def check_implementation(key: jax.Array) -> None:
+    """Raises ``ValueError`` unless a key is one of "threefry2x32".
+
+    >>> check_implementation(root(0))
+    """
+    if (given := str(jax.random.key_impl(key))) != IMPLEMENTATION:
+        raise ValueError(
+            f'Expected a key of "{IMPLEMENTATION}", got one of "{given}", whose draws for a client would depend on the clients '
+            f'that run beside it: give a whole number as seed, or jax.random.key(0, impl="{IMPLEMENTATION}").'
+        )
 
 
 def stream(key: jax.Array, name: str) -> jax.Array:
@@ -238,11 +257,11 @@ def _bit_length(x: Any, xp: Any) -> Any:
 
 
 def typed(key: Any) -> jax.Array:
-    """Returns a key as an array of a key dtype; one that is ``uint32`` words is a key of JAX's default generator.
+    """Returns a key as an array of a key dtype; ``uint32`` words are those of a key of "threefry2x32".
 
     >>> typed(np.array([0, 7], np.uint32)) == jax.random.key(7)
     Array(True, dtype=bool)
     """
     if isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key
-    return jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32))
+    return jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32), impl=IMPLEMENTATION)

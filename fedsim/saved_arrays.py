@@ -82,7 +82,7 @@ def write_params(path: str | os.PathLike[str], params: Any) -> None:
     """
     path = Path(path)
     named = jax.tree_util.tree_leaves_with_path(params)
-    arrays = {"/".join(_keys(jax.tree_util.keystr(at))): np.ascontiguousarray(leaf) for at, leaf in named}
+    arrays = {"/".join(_keys(jax.tree_util.keystr(at))): np.asarray(leaf, order="C") for at, leaf in named}
     if path.suffix not in (".npz", ".safetensors"):
         raise ValueError(f"Expected a file with the suffix .npz or .safetensors, got {path}: name it so.")
     if path.suffix == ".npz" and (unknown := [name for name, array in arrays.items() if array.dtype.kind == "V"]):
@@ -264,7 +264,7 @@ def _params_of(leaves: Leaves, path: Path) -> Leaves:
 
 
 def _is_in(name: str, start: str) -> bool:
-    return name.startswith((f"{start}[", f"{start}."))
+    return name == start or name.startswith((f"{start}[", f"{start}."))
 
 
 def _keys(name: str) -> list[str]:

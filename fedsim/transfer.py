@@ -178,7 +178,8 @@ def probe_then_tune(
 def with_rates(optimizer: optax.GradientTransformation, rates: Mapping[str, float]) -> optax.GradientTransformation:
     """Returns an optimizer whose steps are multiplied by a number for some parameters, so that these have rates of their own.
 
-    It is a ``client_optimizer`` of any algorithm that takes optax transformations, and a ``server_optimizer``.
+    It is a ``client_optimizer`` of any algorithm that does not need the same rate for all parameters (as SCAFFOLD, FedNova and
+    FedCM do, which refuse it), and a ``server_optimizer``.
 
     Args:
       optimizer: the optimizer of all parameters.

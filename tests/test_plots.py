@@ -380,3 +380,8 @@ def test_the_numbers_of_a_tuning_are_distinct_and_their_legend_covers_none():
     (legend,) = figure.legends
     assert not any(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in (left, right))
     assert right.get_yscale() == "log" and right.get_ylabel() == "number (logarithmic)" and right.get_legend() is None
+
+
+def test_a_graph_of_several_rings_is_drawn():
+    rings = fedsim.decentralized.one_peer_exponential(8).graphs[1]  # of nodes that are two apart
+    assert len(plots.plot_graph(rings).axes[0].texts) == 8

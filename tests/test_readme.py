@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from benchmarks import readme
 from fedsim import aggregators, algorithms, attacks, commands, compressors, decentralized, vertical
+from fedsim.commands._configuration import configured
+from fedsim.configuration import build
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,6 +30,31 @@ def text_of(page):
 def blocks(language, page="README"):
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
     return [text for kind, text in fenced if kind == language]
+
+
+def run_commands():
+    """Returns the arguments of every ``fedsim run`` in the blocks and sentences of the pages and of the notebooks' texts."""
+    texts = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+    for page in ROOT.glob("colab/*.ipynb"):
+        cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
+        texts[page.name] = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    found = {}
+    for page, text in texts.items():
+        text = text.replace("\\\n", " ")
+        for line in re.findall(r"^(?:\$ |srun )?fedsim run (.*)$", text, re.MULTILINE) + re.findall(
+            r"`fedsim run ([^`]+)`", text
+        ):
+            if not re.search(r"\.\.\.|…|\b[A-Z]{2,}\b|--help|--from|--init-from|--deliveries|--coordinator-address|\.csv|\.py|--distributed|\.json", line):
+                found[line.partition(" #")[0].strip()] = page
+    return [pytest.param(line, id=f"{page}: {line}") for line, page in found.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", run_commands())
+def test_runs_that_a_page_names_can_be_built(line, capsys):
+    chosen = configured(shlex.split(line), "fedsim run", "", {})
+    if re.fullmatch(r"digits(\(.*\))?", chosen.config.dataset) and not chosen.config.data:
+        assert build(chosen.config, chosen.settings).algorithm
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import fedsim
 from fedsim import rng
 
 SIZES = sorted({*range(1, 301), *(2**k + d for k in range(2, 15) for d in (-1, 0, 1))})
@@ -166,3 +167,20 @@ def test_root_refuses_other_seeds(seed):
 def test_root_of_a_tracer_raises_the_error_of_jax():
     with pytest.raises(jax.errors.TracerIntegerConversionError):
         jax.jit(rng.root)(3)
+
+
+def test_draws_do_not_depend_on_the_default_implementation_of_jax():
+    with jax.default_prng_impl("rbg"):
+        assert bool(rng.root(5) == jax.random.key(5, impl="threefry2x32"))
+
+
+def test_keys_whose_draws_depend_on_their_neighbours_are_refused():
+    """Under `jax.vmap`, JAX 0.10 draws with the first of several "rbg" keys alone."""
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 2)
+    together, alone = jax.vmap(jax.random.bits)(keys)[1], jax.random.bits(keys[1])
+    assert together != alone  # If this holds no more, such keys could be allowed.
+    data = fedsim.FederatedData.from_arrays({"x": np.zeros(2)}, sizes=[1, 1])
+    with pytest.raises(ValueError, match='a key of "threefry2x32", got one of "rbg"'):
+        fedsim.UniformSampler(data, clients=1, seed=keys[0])
+    with pytest.raises(ValueError, match='got one of "rbg"'):
+        fedsim.Cohort(data, np.array([0]), 0, keys[0])

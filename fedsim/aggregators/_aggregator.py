@@ -253,7 +253,7 @@ class Mean(Sum):
     adds_weights = False
 
     def finish(self, accumulator: WeightedTotal) -> Update:
-        weight = accumulator.weight
+        weight = accumulator.weight.astype(jax.dtypes.canonicalize_dtype(float))  # float64 with x64, as updates may be
         return tree.scale(accumulator.total, jnp.where(weight == 0, 0.0, 1.0 / jnp.where(weight == 0, 1.0, weight)))
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from fedsim import tree
 from fedsim.aggregators._aggregator import Accumulator, Aggregator, Mean, Memory, Sent, Update, Wrapper, inherits_aggregation
 from fedsim.aggregators._grouped import Member
+from fedsim.aggregators._locally_noised import check_not_locally_noised
 from fedsim.aggregators._secure_mean import check_not_secure
 
 _MEAN = Mean()
@@ -44,7 +45,8 @@ class AuxMean(Wrapper):
       inner: the aggregator of the updates.
 
     Raises:
-      ValueError: ``inner`` is secure aggregation, which would send the auxiliary data unmasked.
+      ValueError: ``inner`` is secure aggregation, which would send the auxiliary data unmasked, or has local noise, without
+        which the auxiliary data would be sent.
 
     >>> from fedsim.aggregators import Clipped
     >>> clipped = AuxMean(inner=Clipped(1.0))
@@ -55,11 +57,12 @@ class AuxMean(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_not_secure(
-            self,
-            "the auxiliary data, such as running statistics, would be sent unmasked. Use a model without statistics, or "
-            "one whose clients keep them (statistics='client').",
+        remedy = (
+            "Use an algorithm that sends updates alone, such as FedAvg, and a model without statistics, or one whose clients "
+            "keep them (statistics='client')."
         )
+        check_not_secure(self, f"the auxiliary data, such as running statistics, would be sent unmasked. {remedy}")
+        check_not_locally_noised(self, f"the auxiliary data, such as running statistics, would be sent without noise. {remedy}")
 
     @classmethod
     def wrap(cls, aggregator: Aggregator) -> AuxMean:

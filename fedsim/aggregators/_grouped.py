@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fedsim import checks, tree
 from fedsim.aggregators._aggregator import Accumulator, Memory, Sent, Update, Wrapper
+from fedsim.aggregators._locally_noised import check_not_locally_noised
 from fedsim.aggregators._secure_mean import check_not_secure
 
 
@@ -39,7 +40,7 @@ class Grouped(Wrapper):
       inner: the aggregator of the updates of one group.
 
     Raises:
-      ValueError: ``groups`` is not a positive whole number, or ``inner`` is a secure sum.
+      ValueError: ``groups`` is not a positive whole number, or ``inner`` is a secure sum or has local noise.
 
     >>> means = Grouped(groups=3)
     >>> accumulator = means.zero(Member(jnp.int32(0), jnp.zeros(())), slots=2)
@@ -55,7 +56,9 @@ class Grouped(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.whole(1, groups=self.groups)
-        check_not_secure(self, "the server would see the group of every client. Use an algorithm with one model.")
+        reason = "the server would see the group of every client. Use an algorithm with one model."
+        check_not_secure(self, reason)
+        check_not_locally_noised(self, reason)
 
     def check(self, update: Member, slots: int) -> None:
         self.inner.check(update.update, slots)

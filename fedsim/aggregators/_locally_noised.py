@@ -27,7 +27,8 @@ class LocallyNoised(Wrapper):
     clip / √n, √n times that of a server that adds noise once.
 
     A client whose update is not finite sends noise alone. Compression in ``inner`` changes noised updates, and so costs no
-    privacy. Weights, losses and numbers of examples have no noise, so clients need equal weights.
+    privacy. Weights, losses and numbers of examples have no noise, so clients need equal weights, and algorithms whose clients
+    send numbers or running statistics beside their updates are refused, see `AuxMean` and `Grouped`.
 
     Attributes:
       noise_multiplier: the deviation of the noise in units of ``clip``, at least 0.
@@ -70,3 +71,14 @@ class LocallyNoised(Wrapper):
         noised = tree.add(tree.clip(wide, self.clip), noise)
         noised = jax.tree.map(lambda x, like: x.astype(like.dtype), noised, update)
         return super().send(noised, server_memory, memory, key)
+
+
+def check_not_locally_noised(wrapper: Wrapper, reason: str) -> None:
+    """Raises ``ValueError`` if there is a `LocallyNoised` inside, for wrappers that send more than what it adds noise to."""
+    inner = wrapper.inner
+    while isinstance(inner, Wrapper):
+        if isinstance(inner, LocallyNoised):
+            raise ValueError(
+                f"Expected an aggregator without LocallyNoised inside {type(wrapper).__name__}, got {wrapper.inner}: {reason}"
+            )
+        inner = inner.inner

@@ -78,6 +78,7 @@ class AdaptiveFedProx(FedAvg):
     """
 
     capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)  # The loss must not be multiplied.
+    preview = "the loss before training"
 
     mu: float = 0.0
     mu_step: float = 0.1

@@ -31,13 +31,13 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, metrics, tree
-from fedsim.aggregators import Aggregator, Sum
+from fedsim.aggregators import Aggregator, AuxMean, Sum, WithAux
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._domains import STEPS, by_domain, check_domains
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import Batch, FederatedData
 from fedsim.metrics import divide
-from fedsim.model import Params
+from fedsim.model import Params, scope_of
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
@@ -108,6 +108,7 @@ class AgnosticFedAvg(FedAvg):
             "statistics would have other weights; use statistics='client' or a model with GroupNorm"
         },
     )
+    preview = "the losses of the domains"
 
     aggregator: Aggregator = dataclasses.field(default_factory=Sum)
     num_domains: int
@@ -123,6 +124,7 @@ class AgnosticFedAvg(FedAvg):
         checks.one_of(*STEPS, domain_update=self.domain_update)
         if self.weighting != "examples":
             raise ValueError(f"The domains determine the weights of clients, got weighting={self.weighting!r}: leave it out.")
+        object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
@@ -143,8 +145,12 @@ class AgnosticFedAvg(FedAvg):
         return AgnosticShared(state.params, state.round, state.weights / counts)
 
     def client_update(self, shared: AgnosticShared, client: Client) -> ClientUpdate:
+        training = self.local_training(shared, client)
+        training.check_not_private(type(self).__name__, "the losses of domains that its clients send have no noise")
+
         def add(losses: tree.Total, batch: Batch) -> tree.Total:
-            own = self._losses(shared.params, batch)
+            with scope_of(client.parts, batch.mask):
+                own = self._losses(shared.params, batch)
             return losses.add(by_domain(own, batch.mask, batch.examples[self.domain], self.num_domains))
 
         zeros = jnp.zeros(self.num_domains, jnp.float32)
@@ -153,16 +159,20 @@ class AgnosticFedAvg(FedAvg):
         beta = jnp.vdot(shared.alpha, losses.weight)
         scaled = shared._replace(alpha=shared.alpha * divide(client.num_examples, beta))
         result = super().client_update(scaled, client)
-        return ClientUpdate((tree.scale(result.update, beta), beta, losses), jnp.float32(1), result.info, parts=result.parts)
+        update = WithAux(tree.scale(result.update, beta), (beta, losses))
+        return ClientUpdate(update, jnp.float32(1), result.info, parts=result.parts)
 
     def client_loss(self, shared: AgnosticShared, params: Params, batch: Batch) -> jax.Array:
         return metrics.masked_mean(self._losses(params, batch) * shared.alpha[batch.examples[self.domain]], batch.mask)
 
-    def server_update(self, state: AgnosticState, update: Any, info: RoundInfo) -> AgnosticState:
-        movement, beta, losses = update
+    def server_update(self, state: AgnosticState, update: WithAux, info: RoundInfo) -> AgnosticState:
+        # Movements are added, and auxiliary data comes as its mean over clients, each of weight 1.
+        movement, aux = update
+        beta, losses = tree.scale(aux, info.total("weight"))
+        examples = jnp.round(losses.weight)
         step = self.domain_learning_rate * divide(losses.total, losses.weight)
         weights = STEPS[self.domain_update](state.weights, step, losses.weight > 0)
-        counts = jnp.concatenate([state.counts[1:], losses.weight[None]])
+        counts = jnp.concatenate([state.counts[1:], examples[None]])
         counts = jnp.where(jnp.any(counts > 0, axis=0, keepdims=True), counts, state.counts)
         mean = jax.tree.map(lambda total: divide(total, beta), movement)
         return super().server_update(state, mean, info)._replace(weights=weights, counts=counts)

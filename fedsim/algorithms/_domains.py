@@ -40,9 +40,12 @@ def exponentiated(weights: jax.Array, step: jax.Array, present: jax.Array) -> ja
     >>> (1000 * exponentiated(weights, jnp.log(jnp.array([3.0, 1.0, 9.0])), present)).round().tolist()
     [375.0, 125.0, 500.0]
     """
-    # The largest step is subtracted, so that no exponential overflows.
-    stepped = jnp.where(present, weights * jnp.exp(step - jnp.max(step, where=present, initial=0)), 0.0)
-    stepped *= jnp.sum(weights, where=present) / jnp.maximum(jnp.sum(stepped), jnp.finfo(jnp.float32).tiny)
+    moves = present & (weights > 0)
+    logarithms = jnp.where(moves, jnp.log(jnp.where(moves, weights, 1.0)) + step, 0.0)
+    # The largest one is subtracted, so that no exponential overflows and the sum is at least 1.
+    largest = jnp.max(logarithms, where=moves, initial=jnp.finfo(jnp.float32).min)
+    stepped = jnp.where(moves, jnp.exp(jnp.where(moves, logarithms - largest, 0.0)), 0.0)
+    stepped *= jnp.sum(weights, where=present) / jnp.maximum(jnp.sum(stepped), 1.0)
     return jnp.where(present, stepped, weights)
 
 

@@ -148,19 +148,19 @@ class DSSGD(FedAvg):
     def init(self, key: jax.Array) -> DSSGDState:
         state = super().init(key)
         updates = () if self.theta_d == 1 else jnp.zeros(tree.flat(state.params).shape, jnp.float32)
-        return DSSGDState(**state._asdict(), updates=updates, seed=jax.random.key_data(key))
+        return DSSGDState(**state._asdict(), updates=updates, seed=rng.words(key))
 
     def broadcast(self, state: DSSGDState) -> Download:
         values = tree.flat(state.params)
         if self.theta_d == 1:
             return Download(values, jnp.zeros(0, jnp.uint8), state.round, state.seed[:0])
         count = _count(self.theta_d, values.size)
-        key = rng.stream(jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.round), "ties")
+        key = rng.stream(jax.random.fold_in(rng.typed(state.seed), state.round), "ties")
         which = largest(jnp.maximum(state.updates, 0.0), count, key)
         return Download(values[indices_of(which, count)], jnp.packbits(which), state.round, state.seed)
 
     def client_memory(self, shared: Download) -> Params:
-        return () if self.theta_d == 1 else self.model.init(jax.random.wrap_key_data(shared.seed))
+        return () if self.theta_d == 1 else self.model.init(rng.typed(shared.seed))
 
     def downloaded(self, shared: Download, client: Client) -> Params:
         """Returns a participant's parameters after the download."""

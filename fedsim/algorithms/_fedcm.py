@@ -112,7 +112,9 @@ class FedCM(FedAvg):
     def client_update(self, shared: FedCMShared, client: Client) -> ClientUpdate:
         local = self.train(shared, client)
         movement = tree.subtract(shared.params, local.params)
-        update = movement, local.opt_state.mean_gradient(movement)
+        # A client with learning rate 0 does not move, so its movement contains no information about its gradients.
+        still = local.opt_state.length == 0
+        update = movement, tree.select(still, shared.momentum, local.opt_state.mean_gradient(movement))
         return ClientUpdate(update, self.weight(client), {"loss": local.loss.result()}, parts=local.parts)
 
     def server_update(self, state: FedCMState, update: Any, info: RoundInfo) -> FedCMState:

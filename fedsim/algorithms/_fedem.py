@@ -77,6 +77,7 @@ class FedEM(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         one = self.component
+        self._check_parts(one)  # before a mixture of it is made, which has other remedies
         if one is self.model or self.mixture_model.num_components != self.num_components:
             object.__setattr__(self, "model", MixtureModel.of(one, self.num_components))
 
@@ -139,5 +140,7 @@ class FedEM(FedAvg):
         return client.parts._replace(kept=self.mixture(shared, client)).join(shared.params)
 
     def train(self, shared: Any, client: Client) -> Local:
+        training = self.local_training(shared, client)
+        training.check_not_private(type(self).__name__, "the weights of a client's mixture have no noise")
         local = super().train(shared, client)
         return local._replace(parts=client.parts._replace(kept=self.mixture(shared, client)))

@@ -8,8 +8,8 @@ mean of the Δ_i::
 
 Deviations: with ``weighting="examples"`` both means are weighted. The gradient for ``server_optimizer`` is η_g Δ. With the
 default server optimizer, the last equation holds. The paper evaluates the mean of the last two models, because the models of
-single rounds oscillate; `state.params` is the last one, and ``averaging=0.5`` gives a mean of the last ones. A client sends
-‖Δ_i‖² as a number beside Δ_i, so an aggregator clips and compares both as one update.
+single rounds oscillate; `state.params` is the last one, and ``averaging=0.5`` gives a mean of the last ones. Δ_i is the update
+as the server receives it, after clipping and compression. A client sends its ‖Δ_i‖² as a number beside it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,29 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
+from fedsim.aggregators import AuxMean, Memory, Sent, Update, WithAux, WithHistory
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SquaredNormMean(AuxMean):
+    """`AuxMean` whose auxiliary data is the squared norm of each update as the server receives it."""
+
+    @property
+    def sends_unchanged(self) -> bool:
+        return False
+
+    def send(self, update: WithAux, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
+        sent = super().send(update, server_memory, memory, key)
+        received: Update = sent.update.update
+        own = received.update if isinstance(received, WithHistory) else received
+        return sent._replace(update=WithAux(received, tree.squared_norm(own)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,12 +77,14 @@ class FedExP(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(epsilon=self.epsilon)
+        if not isinstance(self.aggregator, SquaredNormMean):
+            object.__setattr__(self, "aggregator", SquaredNormMean(inner=self.aggregator))
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         result = super().client_update(shared, client)
-        return result._replace(update=(result.update, tree.squared_norm(result.update)))
+        return result._replace(update=WithAux(result.update, jnp.float32(0)))  # The aggregator has the norm of what is sent.
 
-    def server_update(self, state: Any, update: Any, info: RoundInfo) -> Any:
+    def server_update(self, state: Any, update: WithAux, info: RoundInfo) -> Any:
         movement, squared_norm = update
         rate = jnp.maximum(1.0, squared_norm / (2 * (tree.squared_norm(movement) + self.epsilon)))
         return super().server_update(state, tree.scale(movement, rate), info)

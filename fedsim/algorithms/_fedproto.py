@@ -9,9 +9,11 @@ examples. Client i sends its prototypes C_i^(j) of the classes j of which it has
 
 Deviations: the distance is that of each example's representation z, as in the authors' code; in the paper it is that of the
 mean of a class. A class without a prototype yet has no distance. A cohort takes part in each round, and a class that none of
-its clients has keeps its prototype. All models have one architecture, and start from the same random parameters, which clients
-generate from a seed that the server sends. Clients classify by their output layer, where the paper also takes the nearest
-prototype.
+its clients has keeps its prototype. Clients send the sum of z over the examples of each class, and beside it the counts |D_ij|,
+which attacks and aggregators do not change. So clipping shortens prototypes, and with an aggregator that chooses single
+updates, as Krum does, they are no means of examples. All models have one architecture, and start from the same random
+parameters, which clients generate from a seed that the server sends. Clients classify by their output layer, where the paper
+also takes the nearest prototype.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import jax.numpy as jnp
 import optax
 
 from fedsim import checks, metrics, rng
+from fedsim.aggregators import AuxMean, WithAux
 from fedsim.algorithm import Algorithm, Capabilities
 from fedsim.algorithms._local_training import Local, LocalTraining, Schedule, check_client_optimizer
 from fedsim.algorithms._representation import Representation, features_of
@@ -94,6 +97,7 @@ class FedProto(Algorithm):
         checks.optimizer(or_schedule=True, client_optimizer=self.client_optimizer)
         checks.number(least=0, lam=self.lam)
         checks.whole(1, num_classes=self.model.num_classes, remedy="prototypes are of classes, so give the model a number")
+        object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
@@ -141,6 +145,8 @@ class FedProto(Algorithm):
         return self.local_training(shared, client).run(client, client.memory)
 
     def client_update(self, shared: FedProtoState, client: Client) -> ClientUpdate:
+        training = self.local_training(shared, client)
+        training.check_not_private(type(self).__name__, "what its clients send of their classes has no noise")
         local = self.train(shared, client)
 
         def add(sums: tuple[jax.Array, jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -150,9 +156,9 @@ class FedProto(Algorithm):
 
         zero = jnp.zeros_like(shared.params), jnp.zeros(len(shared.known))
         sums = client.for_each_batch(self.batches.one_pass(), add, zero, "prototypes")
-        return ClientUpdate(sums, jnp.float32(1), {"loss": local.loss.result()}, local.params)
+        return ClientUpdate(WithAux(*sums), jnp.float32(1), {"loss": local.loss.result()}, local.params)
 
-    def server_update(self, state: FedProtoState, update: Any, info: RoundInfo) -> FedProtoState:
+    def server_update(self, state: FedProtoState, update: WithAux, info: RoundInfo) -> FedProtoState:
         features, counts = update
         found = counts > 0
         means = features / jnp.where(found, counts, 1.0)[:, None]

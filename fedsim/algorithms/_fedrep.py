@@ -55,33 +55,39 @@ class FedRep(OwnHead, FedAvg):
 
     def train(self, shared: Any, client: Client) -> Local:
         """Runs the client's local steps: first the steps of the head, then the steps of the body. Each has its own optimizer
-        state.
+        state. Optimizers get all parameters, with a gradient of 0 for the other part, so that they find these by their names.
         """
         training = self.local_training(shared, client)
-        body, head = self.split(self.personal_params(shared, client))
+        start = training.start(self.personal_params(shared, client))
         # The small term corrects rounding: 0.7 of 10 steps must be 7, also if the product is slightly below 7.
         head_steps = jnp.floor(client.num_steps.astype(jnp.float32) * self.head_fraction + 1e-3).astype(jnp.int32)
 
+        def joined(body: Params, head: Params) -> Params:
+            """Returns the body of the one and the head of the other."""
+            return hk.data_structures.merge(self.split(body)[0], self.split(head)[1])
+
         def step(local: tuple[Local, Local], batch: Batch) -> tuple[Local, Local]:
             body, head = local
+            params = body.params
+            # One backward pass computes both gradients.
+            loss, gradient = training.step_gradient(params, batch)
+            zeros = jax.tree.map(jnp.zeros_like, gradient)
 
-            def value(body: Params, head: Params) -> jax.Array:
-                return training.step_value(hk.data_structures.merge(body, head), batch)
-
-            def step_of(part: Local, gradient: Params, value: Callable[[Params], jax.Array]) -> Local:
-                return dataclasses.replace(
+            def step_of(part: Local, own: Callable[[Params, Params], Params]) -> Local:
+                """Takes a step of a part, which ``own`` takes of its first argument, and the other part of its second one."""
+                moved = dataclasses.replace(
                     training,
-                    gradient=lambda params, batch: (loss, gradient),
-                    objective=lambda params, batch: value(params),
+                    gradient=lambda params, batch: (loss, own(gradient, zeros)),
+                    objective=lambda new, batch: training.step_value(own(new, params), batch),
                     terms=(),
                 ).step(part, batch)
+                return moved._replace(params=own(moved.params, params))
 
-            # One backward pass computes both gradients. The part that is not trained in this step does not change.
-            loss, gradient = training.step_gradient(hk.data_structures.merge(body.params, head.params), batch)
-            of_body, of_head = self.split(gradient)
-            new_head = step_of(head, of_head, lambda head: value(body.params, head))
-            new_body = step_of(body, of_body, lambda body: value(body, head.params))
-            return tree.select(batch.step < head_steps, (body, new_head), (new_body, head))
+            new_body, new_head = step_of(body, joined), step_of(head, lambda new, old: joined(old, new))
+            # The part that is not trained in this step does not change.
+            body, head = tree.select(batch.step < head_steps, (body, new_head), (new_body, head))
+            params = joined(body.params, head.params)
+            return body._replace(params=params), head._replace(params=params)
 
-        body, head = client.for_each_batch(self.batches, step, (training.start(body), training.start(head)))
-        return Local(hk.data_structures.merge(body.params, head.params), (), head.loss.merge(body.loss))
+        body, head = client.for_each_batch(self.batches, step, (start, start))
+        return Local(body.params, (), head.loss.merge(body.loss))

@@ -8,8 +8,8 @@ that have it, and stays as it is if none of the cohort does.
 Deviations: a client has one width, by its position in the population (the paper's "fix"). The paper's scaler (which divides
 activations in training by r), static batch normalization and masked cross-entropy are left out. Clients are weighted by
 ``weighting``. Sub-networks are simulated as the whole network with zeros, so a client computes as long as for the whole, and
-its messages count as if it sent all parameters; its info has the number that it really has. An aggregator that clips norms
-scales the share of the clients that have an entry as well, so the mean stays as large as without: clip in the client optimizer.
+its messages count as if it sent all parameters; its info has the number that it really has. A client sends the number of its
+width beside its update, and the server divides by the share of the cohort's weight that has an entry, whatever the aggregator.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
+from fedsim.aggregators import AuxMean, WithAux
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._added_noise import check_adds_no_noise
 from fedsim.algorithms._fedavg import FedAvg
@@ -76,6 +77,7 @@ class HeteroFL(FedAvg):
             raise ValueError(f"Expected widths to be a tuple of shares, got widths={self.widths!r}: (1.0,) is whole networks.")
         for width in self.widths:
             checks.number(above=0, most=1, widths=width)
+        object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
 
     def masks(self, params: Params, level: jax.Array | int) -> Params:
         """Returns which entries of the parameters a sub-network has, of the dtypes and shapes of the parameters, 0 or 1.
@@ -88,7 +90,8 @@ class HeteroFL(FedAvg):
 
         def has(size: int, period: int) -> jax.Array:
             """Returns which of ``size`` units remain, where flattened channels repeat with a period."""
-            counts = jnp.array([math.ceil(width * period) for width in self.widths], jnp.int32)
+            # 0.55 * 200 is slightly above 110 in floating point.
+            counts = jnp.array([max(1, math.ceil(width * period - 1e-9)) for width in self.widths], jnp.int32)
             return jnp.arange(size) % period < counts[level]
 
         def of_leaf(path: Any, x: jax.Array) -> jax.Array:
@@ -106,11 +109,10 @@ class HeteroFL(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        # An update has the movement and the client's width. Their quotient is the same after both were clipped.
         check_adds_no_noise(
             self,
-            "the server divides a sum of movements by the share of the clients that have an entry, which undoes the clipping "
-            "and has noise, too",
+            "the server divides the sum of movements, and so the noise, by the share of the clients that have an entry, which "
+            "has no noise",
         )
 
     @property
@@ -143,9 +145,10 @@ class HeteroFL(FedAvg):
         movement = jax.tree.map(jnp.multiply, tree.subtract(shared.params, local.params), masks)
         count = sum(jnp.sum(mask, dtype=jnp.float32) for mask in jax.tree.leaves(masks))
         info = {"loss": local.loss.result(), "num_parameters": jnp.asarray(count, jnp.int32)}
-        return ClientUpdate((movement, jax.nn.one_hot(level, len(self.widths))), self.weight(client), info)
+        update = WithAux(movement, jax.nn.one_hot(level, len(self.widths)))
+        return ClientUpdate(update, self.weight(client), info)
 
-    def server_update(self, state: Any, update: Any, info: RoundInfo) -> Any:
+    def server_update(self, state: Any, update: WithAux, info: RoundInfo) -> Any:
         movement, shares = update  # of the cohort's weight, by width
         of_width = [self.masks(movement, level) for level in range(len(self.widths))]
         held = jax.tree.map(lambda *masks: sum(s * m for s, m in zip(shares, masks, strict=True)), *of_width)

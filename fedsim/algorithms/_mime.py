@@ -94,6 +94,7 @@ class MimeLite(FedAvg):
     """
 
     capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True, refused_parts=_REFUSED)
+    preview = "the gradient"
 
     def init(self, key: jax.Array) -> MimeState:
         return _first_state(self, super().init(key))
@@ -139,6 +140,7 @@ class Mime(FedAvg):
     """
 
     capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True, refused_parts=_REFUSED)
+    preview = "the gradient"
 
     def init(self, key: jax.Array) -> MimeState:
         return _first_state(self, super().init(key))

@@ -119,6 +119,7 @@ class QFedAvg(FedAvg):
     """
 
     capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
+    preview = "the loss before training"
 
     q: float = 1.0
     lipschitz: float | None = None

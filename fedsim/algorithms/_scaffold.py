@@ -90,6 +90,10 @@ class SCAFFOLD(FedAvg):
         super().__post_init__()
         checks.one_of("I", "II", control_variate=self.control_variate)
 
+    @property
+    def preview(self) -> str:
+        return "the gradient" if self.control_variate == "I" else ""
+
     def init(self, key: jax.Array) -> ScaffoldState:
         state = super().init(key)
         return ScaffoldState(**state._asdict(), control=jax.tree.map(jnp.zeros_like, state.params))

@@ -73,6 +73,11 @@ class Configured(NamedTuple):
     differing: list[tuple[dict[str, str], dict[str, Any]]]
     samples: int | None = None
 
+    def check_single(self, remedy: str) -> None:
+        """Raises ``ValueError`` if the options are those of a sweep."""
+        if self.varied or self.seeds:
+            raise ValueError(f"Expected the options of a single run, got several values or seeds: {remedy}.")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices(DataOptions):

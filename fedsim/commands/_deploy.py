@@ -38,8 +38,7 @@ def main(arguments: list[str]) -> int:
     """Runs ``fedsim deploy`` with these arguments and returns the exit status."""
     about = "Train as `fedsim run` does, on nodes: processes on this machine that talk over Flower's network."
     chosen = configured(arguments, "fedsim deploy", about, _NODES | NETWORK)
-    if chosen.varied or chosen.seeds:
-        raise ValueError("Expected a single run to deploy, got several values or seeds: deploy each run alone.")
+    chosen.check_single("deploy each run alone")
     use_devices(1)
     settings = with_folder(chosen.config, chosen.settings)
     if (app := chosen.others.pop("app")) is not None:

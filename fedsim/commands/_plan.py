@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> int:
     """Runs ``fedsim plan`` with these arguments and returns the exit status."""
     about = "Print what a round of the run with these options costs, without running a round or writing a file."
     chosen = configured(arguments, "fedsim plan", about, {"tpu": _TPU})
+    chosen.check_single("plan each run in a command of its own")
     config, settings = chosen.config, chosen.settings
     use_devices(settings.num_devices)
     algorithm, sampler, *_ = experiment.build(config, settings)

@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> int:
         rounds = max((line["round"] for line in experiment.read_metrics(RunFolder(Path(folder)).metrics)), default=0)
     else:
         found = configured(arguments, "fedsim privacy [FOLDER]", _ABOUT, _OUT)
+        found.check_single("give each value in a command of its own")
         config, settings, chosen, rounds = found.config, found.settings, found.others, found.config.rounds
         use_devices(settings.num_devices)
     built = experiment.build(config, settings)

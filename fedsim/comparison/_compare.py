@@ -130,8 +130,11 @@ def _note_runs(what: str, runs: Sequence[RecordedRun], notes: list[str]) -> None
 def _metric_of(runs: Sequence[RecordedRun], metric: str | None) -> str:
     names = [name for run in runs for name in run.last if name.startswith("test_")]
     if metric is None:
-        metric = preferred_metric(names) or next(
-            (name.partition("_")[2] for run in runs for name in run.last if run.better(name)), None
+        of_all = [name for name in names if all(name in run.last for run in runs)]
+        metric = (
+            preferred_metric(of_all)
+            or preferred_metric(names)
+            or next((name.partition("_")[2] for run in runs for name in run.last if run.better(name)), None)
         )
     known = list(dict.fromkeys(name.partition("_")[2] for name in names))
     if metric not in known:

@@ -333,7 +333,10 @@ class RunConfig:
     hyperparameters: Mapping[str, Value] = dataclasses.field(default_factory=dict, metadata={"builds": ("server_optimizer",)})
     rounds: int = _option(100, "training", "Number of rounds.", builds="client_optimizer")
     clients: int = _option(
-        10, "training", "Clients per round. Without a server all take part, but for adpsgd.", of_sampler=True
+        10,
+        "training",
+        "Clients per round. In algorithms without a server all take part in every round; only adpsgd uses this number.",
+        of_sampler=True,
     )
     sampler: str | None = _option(
         None,
@@ -552,7 +555,9 @@ class Settings:
         "Run folder; default: runs/DATASET-ALGORITHM-TIME.",
         names="file",
     )
-    checkpoint_every: int | None = _option(None, "output", "Rounds between checkpoints; default: about ten seconds.")
+    checkpoint_every: int | None = _option(
+        None, "output", "Rounds between checkpoints; default: one checkpoint about every ten seconds."
+    )
     writers: str | None = _option(
         None,
         "output",

@@ -100,9 +100,10 @@ class Cohort:
       measures: numbers about the round by name, which are written to the round's line of the metrics.
 
     Raises:
-      ValueError: positions outside the population, duplicate positions, an empty cohort without ``slots``, ``slots``, ``work``,
-        ``arrivals`` or ``rows`` outside their range, ``rows`` together with ``arrivals``, ``attackers`` that are not one bool
-        per client, or a round outside [0, 2**31).
+      ValueError: positions that are not whole numbers or outside the population, duplicate positions, an empty cohort without
+        ``slots``, ``slots``, ``work``, ``arrivals`` or ``rows`` outside their range, ``rows`` together with ``arrivals``,
+        ``attackers`` that are not one bool per client, a round outside [0, 2**31), or a key of another implementation than
+        "threefry2x32", see `fedsim.rng.root`.
 
     >>> data = FederatedData.from_clients({"a": {"x": np.zeros(2)}, "b": {"x": np.zeros(3)}})
     >>> [(client_id, len(dataset)) for client_id, dataset, key in Cohort.of(data, ["b", "a"])]
@@ -122,7 +123,19 @@ class Cohort:
     measures: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        clients = np.asarray(self.clients, np.int32)
+        if isinstance(self.key, jax.Array) and jax.dtypes.issubdtype(self.key.dtype, jax.dtypes.prng_key):
+            rng.check_implementation(self.key)
+        given = np.asarray(self.clients)
+        if given.size and given.dtype.kind not in "iu":
+            raise ValueError(
+                f"Expected whole numbers in clients, positions in the population, got {given.dtype}: convert them, a mask by "
+                "np.flatnonzero(mask)."
+            )
+        if given.size and (given.min() < 0 or given.max() >= self.data.num_clients):
+            raise ValueError(
+                f"Expected positions in [0, {self.data.num_clients}) in clients, got {given.min()} to {given.max()}."
+            )
+        clients = given.astype(np.int32)
         object.__setattr__(self, "clients", clients)
         if not 0 <= self.round < 2**31:
             raise ValueError(f"Expected 0 <= round < 2**31, got round={self.round}: count rounds from 0.")
@@ -133,10 +146,6 @@ class Cohort:
             raise ValueError(
                 f"Expected {len(clients)} (the cohort) <= slots <= {self.data.num_clients} (the population), "
                 f"got slots={self.slots}: leave it out, or give a number in this range."
-            )
-        if len(clients) and (clients.min() < 0 or clients.max() >= self.data.num_clients):
-            raise ValueError(
-                f"Expected positions in [0, {self.data.num_clients}) in clients, got {clients.min()} to {clients.max()}."
             )
         if len(np.unique(clients)) != len(clients):
             raise ValueError("A client occurs more than once in the cohort: list every client once per round.")

@@ -570,7 +570,8 @@ def _group_by_client(clients: np.ndarray) -> tuple[list[str], np.ndarray]:
     """Returns the sorted ids of the clients in ``clients [rows]``, and the position of each row's client among them."""
     if clients.ndim != 1:
         raise ValueError(f"Expected clients [rows], the client of each row, got shape {list(clients.shape)}.")
-    missing = clients != clients if clients.dtype.kind != "O" else np.array([each is None or each != each for each in clients])
+    is_object = clients.dtype.kind == "O"
+    missing = np.array([_is_missing(each) for each in clients], bool) if is_object else clients != clients
     if missing.any():
         raise ValueError(
             f"Row {int(missing.argmax())} has no client, got {clients[missing][0]} in clients: fill it in, or remove the row."
@@ -583,6 +584,12 @@ def _group_by_client(clients: np.ndarray) -> tuple[list[str], np.ndarray]:
             f"Expected values of one type in clients, got {' and '.join(kinds)}: convert all of them to str."
         ) from None
     return [value.decode() if isinstance(value, bytes) else str(value) for value in values], client_of_row
+
+
+def _is_missing(value: Any) -> bool:
+    """Returns whether a value is None, NaN or NA of pandas, which is what the comparison of NA with itself gives, too."""
+    differs = value != value
+    return value is None or (differs is not False and differs is not np.False_)
 
 
 def check_same_lengths(client_id: str, features: Mapping[str, Any]) -> int:

@@ -162,7 +162,10 @@ def first_column(columns: Mapping[str, StoredArray]) -> tuple[str, int]:
 
 def _check(columns: Mapping[str, StoredArray]) -> None:
     for name, array in columns.items():
-        feature = name.removeprefix("columns/").removesuffix("/bytes").removesuffix("/starts")
+        feature = name.removeprefix("columns/")
+        text = feature.rpartition("/")[0]  # A column of texts is stored as two arrays.
+        if {f"columns/{text}/bytes", f"columns/{text}/starts"} <= columns.keys():
+            feature = text
         if feature in ("", ".") or "/" in feature or "\0" in feature:
             raise ValueError(f"Feature name {feature!r} cannot be the name of an HDF5 dataset: rename the feature.")
         if array.dtype.kind not in "biufcS" or not array.dtype.itemsize:

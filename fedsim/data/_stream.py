@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data._errors import FormatError
 from fedsim.data._federated_data import ClientDataset, FederatedData, check_same_features, check_same_lengths
 from fedsim.data._spool import Spool
@@ -145,6 +146,7 @@ def _checked(client_id: str, features: Examples) -> ClientDataset:
         raise ValueError(f"Client ids must be text, got {type(client_id).__name__} {client_id!r:.60}: convert it to str.")
     examples = {}
     for name, array in features.items():
+        checks.unmasked(**{f"feature {name!r} of client {client_id!r}": array})
         try:
             array = np.asarray(array)
             if array.dtype == object:

@@ -34,8 +34,8 @@ def choose_clients(
     The clients are drawn from ``train``. A split with the same clients keeps the drawn ones that it has. A split with other
     clients keeps the same proportion of its own, at least one.
 
-    Only the rows of the clients that are kept are read. They are copied into memory or, if they are larger than a gigabyte,
-    into a packed file in the cache, client by client.
+    Only the rows of the clients that are kept are read. They are copied into memory or, if they are larger than a gigabyte and
+    the splits are mapped from files, into a packed file in the cache, client by client.
 
     Args:
       name: name of the dataset.
@@ -71,12 +71,14 @@ def choose_clients(
             kept = _draw(data.num_clients, max(1, round(data.num_clients * clients / train.num_clients)), seed, split)
         positions[split] = kept.astype(np.int64)
     row_bytes = {split: data.nbytes / max(1, data.num_examples) for split, data in splits.items()}
-    if sum(splits[split].sizes[kept].sum() * row_bytes[split] for split, kept in positions.items()) <= _IN_MEMORY:
+    files = [Path(path) for data in splits.values() if (path := _file(data)) is not None]
+    # Without files, nothing would tell in the cache what else the splits depend on.
+    is_small = sum(splits[split].sizes[kept].sum() * row_bytes[split] for split, kept in positions.items()) <= _IN_MEMORY
+    if is_small or not files:
         return {
             split: splits[split].select([splits[split].client_ids[int(i)] for i in kept]) for split, kept in positions.items()
         }
     streams = {split: functools.partial(_stream, splits[split], kept) for split, kept in positions.items()}
-    files = [Path(path) for data in splits.values() if (path := _file(data)) is not None]
     return converted(name, cache, streams, files=files, clients=clients, seed=seed)
 
 

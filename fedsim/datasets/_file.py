@@ -41,6 +41,7 @@ _TASKS = ("classification", "regression")
 _MAX_CLASSES = 20  # Whole numbers with more values may be classes or quantities.
 _MAX_CATEGORIES = 100
 _TEST_FRACTION = 0.2
+_CLIENTS = 10
 _WITHOUT_CLASSES = ("iid", "quantity_skew")
 _UNSCALED = np.zeros((), bool)
 
@@ -79,8 +80,9 @@ def _remembered(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
         "numbers",
         "task": "classification or regression; default: regression if the label has fractions",
         "partition": OPTIONS["partition"].replace(", one partition for all splits", "") + "; for files without clients",
-        "clients": "number of clients of the partition",
-        "split": "what is set apart for test: within_clients, examples of each client, or by_client, whole clients",
+        "clients": "number of clients of the partition; default: 10",
+        "split": "what is set apart for test, unless the file has a test part: within_clients, examples of each client, or "
+        "by_client, whole clients",
         "test_fraction": "fraction of the examples or clients for test; default: the file's own test part, or else 0.2",
         "standardize": "whether numbers in x, and y of a regression, get the mean 0 and the standard deviation 1",
         "missing": "what to do with a row without a value: refuse, or drop the row",
@@ -104,7 +106,7 @@ def load_file(
     features: str = "",
     task: str = "",
     partition: str = "",
-    clients: int = 10,
+    clients: int | None = None,
     split: str = "within_clients",
     test_fraction: float | None = None,
     standardize: bool = True,
@@ -120,7 +122,7 @@ def load_file(
       FileNotFoundError: there is no such file.
       FormatError: the file is damaged, or its format is unknown.
       ValueError: the file has changed; a column does not exist, lacks a value or has another type; an option is out of its
-        range; or no examples are left for training or test.
+        range or would have no effect; or no examples are left for training or test.
     """
     del cache
     path = unpinned(name)
@@ -142,10 +144,15 @@ def load_file(
         raise ValueError(f"Expected client or partition, got client={client!r} and partition={partition!r}: leave one out.")
     if partition:
         check_partition(partition, partition_options, clients=clients, test_fraction=test_fraction)
-    elif partition_options:
+    elif partition_options or clients is not None:
+        option = next(iter(partition_options), "clients")
+        raise ValueError(f"The dataset {path} has no option {option!r} without a partition: leave it out.")
+    if split == "by_client" and rows.test is not None and test_fraction is None:
         raise ValueError(
-            f"The dataset {path} has no option {next(iter(partition_options))!r} without a partition: leave it out."
+            f"{path} has its own test part, got split={split!r} (--split): leave it out, or give a test_fraction, with which "
+            "all examples are divided again."
         )
+    clients = clients or _CLIENTS
     kept = table.complete(columns, missing)
     target = table.target(columns.label, kept, task)
     if partition and not target.classes and partition not in _WITHOUT_CLASSES:

@@ -62,13 +62,15 @@ def load_tfds(
 
     Raises:
       ImportError: tensorflow-datasets is not installed.
-      ValueError: there is no such dataset, split, feature, partition or option.
+      ValueError: there is no such dataset, split, feature, partition or option, or an option would have no effect.
       FormatError: a file is damaged.
     """
     checks.whole(1, or_none=True, clients=clients)
     folder = cache if data is None else data
     chosen = {"train": train, "test": test}
     if client:
+        if test_fraction is not None or partition_options:
+            raise ValueError(f"client={client!r} takes no test_fraction and no options of a partition: leave them out.")
         streams = {split: read_tfds(name, part, [x, y], client=client, data_dir=folder) for split, part in chosen.items()}
         splits = {split: stream.map(lambda _, examples: _columns(examples, x, y)).load() for split, stream in streams.items()}
         return choose_clients(f"tfds:{name}", splits, clients, seed, cache)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -112,12 +113,13 @@ class FinishingNodes:
     Args:
       data: the population.
       batches: how many steps a node's work has.
-      devices: how fast nodes are; None: one second per step.
+      devices: how fast nodes are, and when they are online; None: one second per step. Messages take no time.
       per_round: the most nodes in a cohort. A node that finishes twice begins another cohort, so there may be fewer.
       seed: the seed, or root key, of the speeds and of the run.
 
     Raises:
-      ValueError: ``per_round`` is below 1, or no node has examples.
+      ValueError: ``per_round`` is below 1, no node has examples, messages of ``devices`` take time; or, when a cohort is drawn,
+        all nodes have gone offline for good.
 
     >>> import numpy as np
     >>> data = FederatedData.from_arrays({"x": np.zeros(6)}, sizes=[1, 2, 3])
@@ -136,13 +138,28 @@ class FinishingNodes:
             raise ValueError("No node has examples, so none would ever finish: give data with examples.")
         self.data, self.clients, self.key = data, min(per_round, data.num_clients), rng.root(seed)
         self.batches, self.devices = batches, devices or Devices()
+        self._drawn = self.devices.draw(data.client_ids, self.key)
+        for name, free in {"latency": 0.0, "download_rate": math.inf, "upload_rate": math.inf}.items():
+            values = getattr(self._drawn, name)
+            if (values != free).any():
+                node = int((values != free).argmax())
+                raise ValueError(
+                    "Expected devices whose messages take no time, because FinishingNodes does not know their size, got "
+                    f"{name}={values[node]:g} of node {node}: leave it out, and add the time of messages to seconds_per_step."
+                )
         self._cohorts: list[tuple[list[int], float]] = []
         self._events = self._finish()
 
     def cohort(self, round: int) -> Cohort:
         """Returns the nodes that finish in a round, and the time of the last one as ``simulated_seconds``."""
         while len(self._cohorts) <= round:
-            self._cohorts.append(next(self._events))
+            following = next(self._events, None)
+            if following is None:
+                raise ValueError(
+                    f"The run cannot go on after {len(self._cohorts)} rounds, because all nodes have gone offline for good in "
+                    "their work: give fewer rounds, or traces with a period."
+                )
+            self._cohorts.append(following)
         nodes, time = self._cohorts[round]
         measures = {"simulated_seconds": time}
         return Cohort(self.data, np.array(nodes), round, self.key, slots=self.clients, measures=measures)
@@ -152,7 +169,7 @@ class FinishingNodes:
         return (self.cohort(r) for r in range(start, stop))
 
     def _finish(self) -> Iterator[tuple[list[int], float]]:
-        drawn, steps = self.devices.draw(self.data.client_ids, self.key), self.batches.num_steps(self.data.sizes)
+        drawn, steps = self._drawn, self.batches.num_steps(self.data.sizes)
         events: list[tuple[float, int]] = []
         nodes: list[int] = []
         number, last = 0, 0.0
@@ -167,8 +184,10 @@ class FinishingNodes:
             start(node, 0.0)
         while True:
             now, node = heapq.heappop(events)
-            if node in nodes or len(nodes) == self.clients:
+            if node in nodes or len(nodes) == self.clients or (nodes and math.isinf(now)):
                 yield nodes, last
                 nodes = []
+            if math.isinf(now):
+                return
             nodes, last = [*nodes, node], now
             start(node, now)

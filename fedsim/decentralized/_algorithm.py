@@ -72,7 +72,7 @@ class Trained(NamedTuple):
 
     Attributes:
       movement: the models from which nodes trained minus the results, leaves ``[nodes, ...]``, without personal parameters;
-        zeros for a node that is not in the cohort, or whose training is not finite.
+        zeros for a node that is not in the cohort. One whose training is not finite has zeros, too, or its noise alone.
       personal: the personal parameters of all nodes after the local steps, leaves ``[nodes, ...]``.
       statistics, training: the running statistics of all nodes, and what their local steps keep, see `NodesState`.
       info: metrics of the round: the mean training loss, and the number of nodes whose training was not finite.
@@ -89,13 +89,14 @@ class NodeResult(NamedTuple):
     """The local steps of one node, or of all nodes, with a leading axis ``[nodes]``.
 
     Attributes:
-      movement: its model minus the result, without personal parameters.
-      personal: the same of personal parameters.
+      movement: its model minus the result, without personal parameters, and with the noise of ``local_noise``.
+      personal: the same of personal parameters, without noise.
       statistics: the same of running statistics, see `NodesState`.
       training: what its local steps keep, see `NodesState`.
       loss: the mean training loss, ``float32 []``.
       trained: whether it took a step, ``bool []``; False for nodes that are not in the cohort.
-      diverged: whether ``movement`` or ``statistics`` are not finite, ``bool []``.
+      diverged: whether one of the above but the loss was not finite, ``bool []``. Then it has moved by zeros, to which noise
+        is added, and keeps what it had.
     """
 
     movement: Params
@@ -147,7 +148,8 @@ class DecentralizedAlgorithm(Algorithm):
         they do.
       link_failures: the probability that a link loses the messages in both directions in a round.
       robust_mixing: replaces the weighted means, against Byzantine neighbours: `ClippedMixing` or `TrimmedMixing`.
-      local_noise: clips what a node has learned in a round, and adds noise to it; None: nothing does.
+      local_noise: clips what a node has learned in a round, and adds noise to it; None: nothing does. The model then has no
+        running statistics that nodes mix.
       personal: a function from a Haiku module's name and a parameter's name to whether nodes keep the parameter to themselves,
         as in `fedsim.algorithms.FedPer`: ``lambda module, name: module == "linear_2"``. None: they share all parameters.
 
@@ -254,6 +256,11 @@ class DecentralizedAlgorithm(Algorithm):
     def check(self, data: FederatedData) -> None:
         super().check(data)
         check_client_optimizer(self.model, self.client_optimizer, self.batches, data)
+        if self.local_noise is not None and "statistics" in self.model.part_names:
+            raise ValueError(
+                f"Expected a model without running statistics with local_noise, got one with them in {type(self).__name__}: "
+                "nodes send them without noise. Use GroupNorm, or keep them at the nodes (statistics='client')."
+            )
         if data.num_clients != self.topology.nodes:
             raise ValueError(
                 f"The topology {self.topology.name!r} has {self.topology.nodes} nodes, and the population has "
@@ -351,16 +358,11 @@ class DecentralizedAlgorithm(Algorithm):
             "loss": jnp.mean(result.loss, where=result.trained & ~result.diverged),
             "dropped": jnp.sum(result.diverged, dtype=jnp.int32),
         }
-        movement, moved, changed = (
-            jax.tree.map(lambda x: jnp.where(tree.per_row(result.diverged, x), 0, x), values)
-            for values in (result.movement, result.personal, result.statistics)
-        )
+        personal, statistics = tree.subtract((state.personal, state.statistics), (result.personal, result.statistics))
         kept = jax.tree.map(
-            lambda new, old: jnp.where(tree.per_row(result.trained & ~result.diverged, new), new, old),
-            result.training,
-            state.training,
+            lambda new, old: jnp.where(tree.per_row(result.trained, new), new, old), result.training, state.training
         )
-        return Trained(movement, tree.subtract(state.personal, moved), tree.subtract(state.statistics, changed), kept, info)
+        return Trained(result.movement, personal, statistics, kept, info)
 
     def _corrupt(self, clients: Clients) -> Callable[[Any, jax.Array], Any] | None:
         """Returns the function with which attackers change what they send, if there are some."""
@@ -388,12 +390,15 @@ class DecentralizedAlgorithm(Algorithm):
         own, statistics, kept = row
         parts = statistics._replace(frozen=(client.parts or ModelParts()).frozen)
         client = dataclasses.replace(client, parts=parts)
-        local, kept = self.train_node(Shared(own, round), client, kept)
+        local, new = self.train_node(Shared(own, round), client, kept)
         movement, moved = self._split(tree.subtract(own, local.params))
-        if self.local_noise is not None:
-            movement = self.local_noise(movement, rng.stream(client.key, "local noise"))
         changed = tree.subtract(statistics, (local.parts or parts)._replace(frozen=()))
-        finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((movement, changed))])
+        floats = [x for x in jax.tree.leaves((movement, moved, changed, new)) if tree.is_float(x)]
+        finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in floats])
+        zeros = jax.tree.map(jnp.zeros_like, (movement, moved, changed))
+        movement, moved, changed, kept = tree.select(finite, (movement, moved, changed, new), (*zeros, kept))
+        if self.local_noise is not None:  # Of zeros, too: without it, neighbours would see whose training was not finite.
+            movement = self.local_noise(movement, rng.stream(client.key, "local noise"))
         return NodeResult(movement, moved, changed, kept, local.loss.result(), client.num_steps > 0, ~finite)
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:

@@ -23,7 +23,8 @@ class LocalNoise:
     to any number of neighbours, reveals no more about its data than one Gaussian mechanism of this noise multiplier, for two
     data sets of a node whose clipped movements differ by at most ``norm`` (such as with and without the node's data). Over T
     rounds compose T mechanisms, without amplification by sampling: ``privacy.epsilon(multiplier, EveryRound(), rounds=T,
-    delta=δ)``.
+    delta=δ)``. A node whose training is not finite sends its noise alone. Running statistics have no noise, so models whose
+    nodes mix them are refused.
 
     Attributes:
       multiplier: the deviation of the noise in units of ``norm``, at least 0.

@@ -296,7 +296,7 @@ class Neighbours:
 
     def count(self, bits: jax.Array | float) -> None:
         """Adds the bits of messages that are sent in another way than by `mix`."""
-        self.bits = self.bits + bits
+        self.bits = self.bits + jnp.asarray(bits, jnp.float32)  # An int may be larger than int32.
 
 
 def _pull(own: jax.Array, held: jax.Array, taken: Taken) -> jax.Array:

@@ -368,8 +368,10 @@ def _drawn(name: str, seed: int, draw: Callable[..., Any]) -> Topology:
     """Returns the first connected graph of some draws."""
     checks.whole(0, seed=seed)
     for attempt in range(_MOST_DRAWS):
+        # With seed + attempt, neighbouring seeds would often give the same graph.
+        own = np.random.SeedSequence([seed, attempt]).generate_state(1)[0] if attempt else seed
         try:
-            return Topology([draw(seed=seed + attempt)], name)
+            return Topology([draw(seed=int(own))], name)
         except ValueError as error:
             if "not connected" not in str(error):
                 raise

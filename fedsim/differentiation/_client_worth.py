@@ -14,6 +14,7 @@ import numpy as np
 
 from fedsim import checks, rng
 from fedsim.algorithm import Algorithm
+from fedsim.data import FederatedData
 from fedsim.differentiation._differentiable import differentiable
 from fedsim.rounds import Client, ClientUpdate
 from fedsim.samplers import Sampler
@@ -62,11 +63,15 @@ class ClientWorth:
 def with_client_weights(algorithm: A, weights: jax.Array) -> A:
     """Returns a copy of an algorithm in which the weight of each client's update is multiplied by a number.
 
-    With 0 for a client, its update does not count; with equal numbers, nothing changes.
+    With 0 for a client, what its ``client_update`` sends does not count; with equal numbers, nothing changes. Other calls of a
+    round, such as the full gradients of Mime, keep their weights.
 
     Args:
       algorithm: an algorithm with a ``client_update``.
       weights: ``float32 [clients of the population]``.
+
+    Raises:
+      ValueError: in the first round, ``weights`` has another length.
 
     >>> import optax, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.float32([1, 2, 9])}, sizes=[1, 1, 1])
@@ -86,10 +91,18 @@ def _weighted(cls: type[Any]) -> type[Any]:
     class Weighted(cls):
         client_weights: Any = None
 
+        def check(self, data: FederatedData) -> None:
+            super().check(data)
+            if self.client_weights.shape != (data.num_clients,):
+                raise ValueError(
+                    f"Expected weights to be a number for each of the {data.num_clients} clients of the population, got shape "
+                    f"{list(self.client_weights.shape)}."
+                )
+
         def client_update(self, shared: Any, client: Client) -> ClientUpdate:
             update = super().client_update(shared, client)
             factor = self.client_weights[client.position]
-            return update._replace(weight=update.weight * factor.astype(jnp.result_type(update.weight)))
+            return update._replace(weight=jnp.asarray(update.weight, factor.dtype) * factor)
 
     Weighted.__name__ = Weighted.__qualname__ = cls.__name__
     return Weighted

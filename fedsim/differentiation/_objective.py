@@ -63,6 +63,6 @@ def validation_loss(model: Model, data: FederatedData, *, worst: float | None = 
             return jnp.mean(losses)
         totals = jnp.zeros(data.num_clients, jnp.float32).at[owner].add(losses)
         means = totals[np.flatnonzero(present)] / data.sizes[present].astype(np.float32)
-        return jnp.mean(jax.lax.top_k(means, math.ceil(worst * present.sum()))[0])
+        return jnp.mean(jax.lax.top_k(means, max(1, math.ceil(worst * present.sum() - 1e-9)))[0])
 
     return loss

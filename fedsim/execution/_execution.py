@@ -460,7 +460,8 @@ def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> N
                 "Expected cohorts with the same population, number of slots, root key and attack, got different ones: run them "
                 "in separate calls."
             )
-    checked = kept_with(algorithm).setdefault("checked", weakref.WeakSet())
+    # The range of integers depends on x64.
+    checked = kept_with(algorithm).setdefault(f"checked, {jax.dtypes.canonicalize_dtype(int)}", weakref.WeakSet())
     if first.data not in checked:
         first.data.check_dtypes()
         algorithm.check(first.data)
@@ -478,9 +479,8 @@ def _check_arriving(algorithm: FederatedAlgorithm, cohort: Cohort) -> None:
             f"The clients of {type(algorithm).__name__} go on to read their examples in the order of earlier rounds, so no "
             "examples can arrive between rounds: use a sampler without Arriving, or another algorithm."
         )
-    model = getattr(algorithm, "model", None)
-    if isinstance(model, Model):
-        model.check_padding(algorithm.batches, cohort.sizes)
+    if callable(check_padding := getattr(algorithm, "check_padding", None)):
+        check_padding(cohort.sizes)
 
 
 def runs_with(cohort: Cohort, other: Cohort) -> bool:

@@ -91,6 +91,11 @@ def run_round(
 
         each = [jax.tree.map(lambda x, i=i: x[i], clients) for i in range(len(cohort))]
         results = list(run_clients(work, shared, each))
+        if len(results) != len(each):
+            raise ValueError(
+                f"Expected run_clients to return the results of {len(each)} clients, in their order, got {len(results)}: "
+                "return one for each, or raise an error if a client has failed."
+            )
         shapes = jax.eval_shape(work, shared, jax.tree.map(lambda x: x[0], clients))
         padding = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         results += [padding] * (cohort.slots - len(results))
@@ -237,5 +242,5 @@ def _with_keys(client: Any) -> Any:
     """Returns what a client gets with keys in place of their words."""
     own, *rest = client
     words, step_words = own.streams
-    wrap = jax.random.wrap_key_data
+    wrap = functools.partial(jax.random.wrap_key_data, impl=rng.IMPLEMENTATION)
     return (own._replace(key=wrap(own.key), streams=(words, wrap(step_words))), *rest)

@@ -48,7 +48,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
 
     Raises:
       ValueError: the state belongs to another population, algorithm or model, or the algorithm has ``averaging`` and the
-        server's state no ``params``.
+        server's state no ``params``, or ``params`` in half precision.
 
     >>> import optax, fedsim
     >>> data, model = fedsim.datasets.load("digits(clients=5)").train, fedsim.models.digits_logistic()
@@ -85,6 +85,12 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
             f"averaging={algorithm.averaging} averages state.params, but the state of {type(algorithm).__name__} has no "
             "params: set averaging=None."
         )
+    if algorithm.averaging is not None and (half := _half_precision(state.params)):
+        raise ValueError(
+            f"averaging={algorithm.averaging} needs parameters of at least float32, got {half} in the state of "
+            f"{type(algorithm).__name__}: an average of that precision does not change by small steps. Give the model float32 "
+            "parameters, with which Model.with_precision computes in half precision, or set averaging=None."
+        )
     first = _first(algorithm, state, traced_rounds(algorithm, state, data)[0].trace())._replace(parts=parts)
     if not jax.tree.leaves(first._replace(server=())):
         kept["remembers nothing"] = True
@@ -96,6 +102,12 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
 def _is_from_init(state: FederatedState) -> bool:
     """Returns whether a state has the server's state and the parts of the model alone, and memories are still to be added."""
     return state.parts != () and state.clients == () and not jax.tree.leaves(state._replace(server=(), parts=()))
+
+
+def _half_precision(params: Any) -> str:
+    """Returns the dtype of the first parameters in half precision, "" if there are none."""
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(params)]
+    return next((str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4), "")
 
 
 def _first(algorithm: FederatedAlgorithm, server: State, program: RoundProgram) -> FederatedState:

@@ -86,7 +86,7 @@ def resident_columns(data: FederatedData, mesh: Mesh) -> dict[str, jax.Array]:
     return kept_with_data(
         data,
         "_resident_columns",
-        mesh,
+        (mesh, jax.dtypes.canonicalize_dtype(float)),  # Without x64, floats and integers of 64 bits become 32.
         lambda: replicate({n: c if len(c) else np.zeros((1, *c.shape[1:]), c.dtype) for n, c in data.columns.items()}, mesh),
     )
 

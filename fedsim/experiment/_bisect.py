@@ -236,15 +236,19 @@ def _first_bad_round(history: Sequence[Line]) -> tuple[int, str] | None:
 
 
 def _first_difference(one: Sequence[Line], other: Sequence[Line]) -> int | None:
-    """Returns the first round whose lines differ in something else than time."""
+    """Returns the first round of which both have lines that differ in something else than time.
 
-    def comparable(line: Line) -> Line:
-        return {name: value for name, value in line.items() if name != "seconds"}
+    A round may be evaluated in one of them alone.
+    """
 
-    for mine, theirs in zip(one, other, strict=False):
-        if comparable(mine) != comparable(theirs):
-            return int(min(mine["round"], theirs["round"]))
-    return None
+    def comparable(lines: Sequence[Line]) -> dict[tuple[int, bool], Line]:
+        return {
+            (line["round"], "seconds" in line): {name: value for name, value in line.items() if name != "seconds"}
+            for line in lines
+        }
+
+    mine, theirs = comparable(one), comparable(other)
+    return min((int(of[0]) for of in mine.keys() & theirs.keys() if mine[of] != theirs[of]), default=None)
 
 
 def _differing_leaf(one: Any, other: Any, clients: np.ndarray | None = None) -> str | None:

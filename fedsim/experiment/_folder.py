@@ -24,7 +24,7 @@ from fedsim.experiment._stop_rules import stop_rules
 from fedsim.experiment._trust import rewrite, write_signed
 from fedsim.text_files import read_json
 
-_POPULATIONS = ("population", "test population")
+_POPULATIONS = ("population", "test population", "validation population")
 _SWEEP_FILE = "sweep.json"
 
 
@@ -73,16 +73,18 @@ class RunFolder:
 
         Args:
           config: identifies the run.
-          populations: what identifies the data, by ``"population"`` and ``"test population"``.
+          populations: what identifies the data, by ``"population"``, ``"test population"`` and ``"validation population"``.
           settings: how the run is executed, which may change.
           devices: a text that names the devices.
           code: the hashes of the user's own code, from `code_of`.
 
         Raises:
           OSError: the folder cannot be written to.
-          ValueError: the folder holds a run of another configuration, population or code (the differences are named), or is in
-            use.
+          ValueError: the folder holds a sweep, or a run of another configuration, population or code (the differences are
+            named), or is in use.
         """
+        if is_sweep(self.path):
+            raise ValueError(f"The folder {self.path} holds a sweep and not a run: choose another folder.")
         # JSON changes values (a tuple becomes a list), which must not count as a difference.
         run = json.loads(json.dumps({"config": config, **populations}, default=str))
         try:
@@ -153,7 +155,8 @@ class RunFolder:
         """
         history = read_metrics(self.metrics)
         last = history[-1]["round"] if history else 0
-        is_stopped = any(rule.reason(history) for rule in stop_rules(config.stop_when))
+        # A run asks its rules after evaluations only.
+        is_stopped = last % config.evaluate_every == 0 and any(rule.reason(history) for rule in stop_rules(config.stop_when))
         if not self.config.exists() or not last or (last < config.rounds and not is_stopped):
             return False
         stored = read_config(self.path)
@@ -297,11 +300,18 @@ def stored_run(folder: str | Path, stored: Mapping[str, Any]) -> tuple[RunConfig
 
     Raises:
       FormatError: this version of fedsim does not have one of the fields, or a value is out of its range.
+      ValueError: the run was started in Python.
 
-    >>> config, settings = stored_run("runs/a", {"config": {"rounds": 7}, "settings": {"lanes": 2}})
+    >>> config, settings = stored_run("runs/a", {"config": {"rounds": 7, "hyperparameters": {}}, "settings": {"lanes": 2}})
     >>> config.rounds, settings.lanes
     (7, 2)
     """
+    if "hyperparameters" not in stored["config"]:
+        raise ValueError(
+            f"The run in {folder} was started in Python, so its objects cannot be built from its configuration. To continue "
+            "it, repeat the call of fedsim.experiment.run with this folder. To read its state, build the algorithm as there, "
+            "and pass it to fedsim.experiment.restore."
+        )
     try:
         return RunConfig.from_json(stored["config"]), Settings.from_json(stored["settings"])
     except ValueError as error:

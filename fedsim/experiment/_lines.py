@@ -171,10 +171,10 @@ def clients_table(evaluation: Evaluation, data: FederatedData) -> str:
     return text.getvalue()
 
 
-def score_name(line: Line) -> str | None:
-    """Returns the key of the metric by which evaluations are ranked; None if there is none.
+def score_name(line: Line, *others: Line) -> str | None:
+    """Returns the key of the metric by which evaluations are ranked, one that all lines have; None if there is none.
 
-    It is one of the validation data if the line has such metrics, and otherwise one of the test data:
+    It is one of the validation data if the lines have such metrics, and otherwise one of the test data:
     the accuracy of the clients' personal models if there is one, otherwise the accuracy of the server's model, otherwise the
     loss, otherwise the first metric that says whether higher or lower values are better.
 
@@ -182,24 +182,30 @@ def score_name(line: Line) -> str | None:
     ('test_accuracy', None)
     >>> score_name({"round": 1, "test_accuracy": 0.9, "validation_loss": 0.5})
     'validation_loss'
+    >>> score_name({"round": 1, "test_accuracy": 0.9, "test_personal_accuracy": 0.8}, {"round": 1, "test_accuracy": 0.9})
+    'test_accuracy'
     """
     for split in SPLITS:
-        if metrics := scalar_metrics(line, split):
+        if metrics := [name for name in scalar_metrics(line, split) if all(name in other for other in others)]:
             names = [name for name in metrics if _better(line, name)]
             preferred = (f"{split}_{name}" for name in USUAL_METRICS)
             return next((name for name in preferred if name in names), names[0] if names else None)
     return None
 
 
-def score(line: Line) -> float | None:
-    """Returns a number by which evaluations are ranked, larger is better, see `score_name`; None if there is none.
+def score(line: Line, name: str | None = None) -> float | None:
+    """Returns a number by which evaluations are ranked, larger is better; None if there is none.
 
     A metric for which lower values are better is negated.
+
+    Args:
+      line: with an evaluation.
+      name: the key of the metric; None: that of `score_name`.
 
     >>> score({"round": 1, "test_loss": 0.5})
     -0.5
     """
-    name = score_name(line)
+    name = name or score_name(line)
     value = None if name is None else line[name]
     return None if name is None or value is None else -value if _better(line, name) == "lower" else value
 

@@ -159,7 +159,9 @@ class Run(Rounds):
         self.state, self.position = newest_state(algorithm, first, checkpoints)
         distributed.check_alike({"newest checkpoint": self.position}, "run folder")
         with self.write_errors():
-            self.log = RunLog(self.paths, self.position, checkpoints, callbacks, self._is_evaluated, writers, self._described)
+            self.log = RunLog(
+                self.paths, self.position, checkpoints, callbacks, self._is_evaluated, evaluate_every, writers, self._described
+            )
             try:
                 self.state = checkpoints.with_row_file(self.state) if checkpoints else self.state
                 self.sampler = observed(sampler, self.log.history, self.position)
@@ -201,7 +203,7 @@ class Run(Rounds):
             self.rounds = self.position
 
     def needs_state(self, stop: int) -> bool:
-        is_scored = self._evaluates and self._is_evaluated(stop)
+        is_scored = (self._evaluates or self._can_stop) and self._is_evaluated(stop)
         return stop == self.rounds or is_scored or self.log.is_due(stop, self._checkpoint_every)
 
     def finish(self, dispatch: DispatchedRounds, seconds: float, *, members: int = 1) -> None:
@@ -233,6 +235,8 @@ class Run(Rounds):
         self._finished = stop
         if stop == self.position:
             self._stop_if_due()
+            if self.stopped and dispatch.state is not None:
+                self.save(dispatch)
 
     def evaluate(self) -> Scores | None:
         """Returns the evaluation of the current state; None if the run has no evaluation."""

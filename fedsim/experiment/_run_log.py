@@ -39,6 +39,8 @@ class RunLog:
       checkpoints: None writes no checkpoints.
       callbacks: functions that are called with every line.
       evaluated: whether the run has an evaluation after a round.
+      evaluate_every: the number of rounds between evaluations. Only these evaluations may be the best one, whose checkpoint is
+        kept: that after the last round is deleted if the run gets more rounds, and the last checkpoint is kept anyway.
       writers: their names, see `open_writers`.
       config: the configuration that writers get.
 
@@ -55,6 +57,7 @@ class RunLog:
         checkpoints: Checkpoints | None,
         callbacks: Sequence[Callback],
         evaluated: Callable[[int], bool],
+        evaluate_every: int,
         writers: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
@@ -62,7 +65,7 @@ class RunLog:
         self.history: list[Line] = []
         self.written: list[str] = []
         self.stopped_by: str | None = None
-        self._callbacks, self.checkpoints = callbacks, checkpoints
+        self._callbacks, self.checkpoints, self._evaluate_every = callbacks, checkpoints, evaluate_every
         self._file: MetricsFile | None = None
         self._writers: dict[str, Writer] = {}
         self._lock = paths.lock() if paths else None
@@ -178,7 +181,7 @@ class RunLog:
                 self._lock.close()
 
     def _update_best(self, line: Line, state: State | None) -> None:
-        value = score(line)
+        value = None if line["round"] % self._evaluate_every else score(line)
         if value is not None and (self._best_score is None or value > self._best_score):
             self._best_score, self._best = value, (line["round"], state)
             self.written = [text.replace(_LAST, "  checkpoints/ (the last two and the best)") for text in self.written]

@@ -110,11 +110,6 @@ def load(folder: str | Path, *, which: Literal["last", "best"] = "last", setting
         raise ValueError(f"Expected the folder of one run, got that of a sweep, {folder}: name the folder of one of its runs.")
     stored = read_config(folder)
     warn_of_changed_code(folder, stored)
-    if "hyperparameters" not in stored["config"]:
-        raise ValueError(
-            f"The run in {folder} was started in Python, so its objects cannot be built from its configuration: build them as "
-            "there, and pass the algorithm to fedsim.experiment.restore."
-        )
     config, own = stored_run(folder, stored)
     experiment = build(config, settings or own)
     state, round = restore(folder, experiment.algorithm, which, experiment.sampler.data)

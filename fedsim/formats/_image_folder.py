@@ -29,7 +29,7 @@ def read_images(files: Sequence[Path | bytes], names: Sequence[str]) -> np.ndarr
 
     Raises:
       ImportError: Pillow is not installed.
-      FormatError: a file is damaged, or the images have different sizes.
+      FormatError: a file is damaged, has more than 8 bits per channel, or the images have different sizes.
     """
     try:
         from PIL import Image
@@ -40,6 +40,11 @@ def read_images(files: Sequence[Path | bytes], names: Sequence[str]) -> np.ndarr
     for file, name in zip(files, names, strict=True):
         try:
             with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
+                if image.mode.startswith(("I", "F")):  # Their values would be clipped to 255.
+                    raise FormatError(
+                        f"{name} has more than 8 bits per channel (Pillow's mode {image.mode}): save the images with 8 bits "
+                        "per channel, or give the values as an array in an .npz file."
+                    )
                 grey = grey and image.mode in ("1", "L", "LA")
                 if images and image.size != images[0].size:
                     raise FormatError(

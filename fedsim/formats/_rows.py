@@ -82,7 +82,8 @@ def read_rows(path: StrPath, *, text_columns: Sequence[str] = (), header: bool |
 
     Args:
       path: the file or folder.
-      text_columns: columns of a CSV file that are read as text, such as the ids of clients (``07`` is not ``7``).
+      text_columns: columns of a table that are read as text, such as the ids of clients: in CSV all (``07`` is not ``7``), and
+        in other tables those of whole numbers, which would become floats, and be rounded, if one is missing.
       header: whether the first line of a CSV file has the names of the columns, which otherwise are ``column_1``, ``column_2``,
         ...; None: yes, and a first line with a number is refused.
 
@@ -106,11 +107,11 @@ def read_rows(path: StrPath, *, text_columns: Sequence[str] = (), header: bool |
         if kind == "csv":
             rows = _read_csv(source, text_columns, header)
         elif kind == "parquet":
-            rows = _read_parquet(source)
+            rows = _read_parquet(source, text_columns)
         elif kind == "rows":
-            rows = _read_json(source)
+            rows = _read_json(source, text_columns)
         elif kind == "arrow":
-            rows = _joined({name: _read_arrow(part) for name, part in _parts(source).items()})
+            rows = _joined({name: _read_arrow(part, text_columns) for name, part in _parts(source).items()})
         elif kind == "npz":
             rows = _read_npz(source)
         elif kind == "images":
@@ -252,7 +253,7 @@ def _read_csv(source: Path, text_columns: Sequence[str], header: bool | None) ->
                 f"line 1: cannot read the names of the columns, {found.column_names}: write them in the first line."
             )
         offset = 0 if header is not False else -1
-        return _of_table(found, lambda row: place_in_table(source, row + offset))
+        return _of_table(found, lambda row: place_in_table(source, row + offset), text_columns)
 
 
 def _check_header(names: list[str], header: bool | None) -> None:
@@ -268,17 +269,17 @@ def _check_header(names: list[str], header: bool | None) -> None:
         )
 
 
-def _read_parquet(source: Path) -> Rows:
+def _read_parquet(source: Path, text_columns: Sequence[str]) -> Rows:
     pyarrow_module()
     import pyarrow.parquet as parquet
 
     with arrow_errors(source):
         limits = {"thrift_string_size_limit": 1 << 24, "thrift_container_size_limit": 1 << 20}
         table = parquet.read_table(source, page_checksum_verification=True, partitioning=None, **limits)
-        return _of_table(table, lambda row: f"row {row}")
+        return _of_table(table, lambda row: f"row {row}", text_columns)
 
 
-def _read_json(source: Path) -> Rows:
+def _read_json(source: Path, text_columns: Sequence[str]) -> Rows:
     pa = pyarrow_module()
     import pyarrow.json as arrow_json
 
@@ -296,7 +297,7 @@ def _read_json(source: Path) -> Rows:
         lines = (number for number, line in enumerate(content.split(b"\n"), 1) if line.strip())
         return f"line {next(itertools.islice(lines, row, None))}"
 
-    return _of_table(table, place)
+    return _of_table(table, place, text_columns)
 
 
 def _wrong_line(content: bytes) -> str | None:
@@ -329,7 +330,7 @@ def _has_client_per_line(source: Path) -> bool:
     return any(isinstance(value, list) and value and isinstance(value[0], dict) for value in entry.values())
 
 
-def _read_arrow(folder: Path) -> Rows:
+def _read_arrow(folder: Path, text_columns: Sequence[str]) -> Rows:
     """Reads a dataset of Hugging Face, whose files are Arrow streams that ``state.json`` lists."""
     pa = pyarrow_module()
     with arrow_errors(folder):
@@ -346,7 +347,7 @@ def _read_arrow(folder: Path) -> Rows:
         for file in files:
             with pa.memory_map(str(check_exists(file))) as content:
                 tables.append(pa.ipc.open_stream(content).read_all())
-        return _of_table(pa.concat_tables(tables), lambda row: f"row {row}")
+        return _of_table(pa.concat_tables(tables), lambda row: f"row {row}", text_columns)
 
 
 def _read_npz(source: Path) -> Rows:
@@ -410,7 +411,7 @@ def _of_arrays(columns: dict[str, np.ndarray], place: Callable[[int], str], clie
     return Rows(columns=found, missing=missing, unsupported={}, clients=clients, test=None, place=place)
 
 
-def _of_table(table: Any, place: Callable[[int], str]) -> Rows:
+def _of_table(table: Any, place: Callable[[int], str], text_columns: Sequence[str]) -> Rows:
     pa = pyarrow_module()
     columns: dict[str, np.ndarray] = {}
     missing: dict[str, np.ndarray] = {}
@@ -419,6 +420,8 @@ def _of_table(table: Any, place: Callable[[int], str]) -> Rows:
         array = chunks.combine_chunks()
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
+        if name in text_columns and pa.types.is_integer(array.type):
+            array = array.cast(pa.string())
         absent = array.is_null().to_numpy(zero_copy_only=False)
         try:
             column = _filled(array, absent)

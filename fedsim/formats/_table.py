@@ -403,7 +403,8 @@ def pyarrow_module() -> Any:
         import pyarrow
     except ImportError as error:
         raise ImportError(
-            "CSV and Parquet files need pyarrow, which is not installed: pip install 'fedsim-jax[formats]'."
+            "Tables (CSV, Parquet, JSON lines) and datasets of Hugging Face need pyarrow, which is not installed: "
+            "pip install 'fedsim-jax[formats]'."
         ) from error
     return pyarrow
 

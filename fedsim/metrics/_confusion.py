@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from fedsim.metrics._examples import predicted_class
 from fedsim.metrics._statistics import Better, Examples, Sparse, Sum, array_module, divide
 
 Average = Literal["macro", "micro"]
@@ -19,7 +20,8 @@ class ConfusionMatrix:
     """The number of examples of each label (rows) with each predicted class (columns), ``int [classes, classes]``.
 
     Labels are ``examples["y"] int [n]``, and outputs are logits ``[n, classes]``, whose largest is the predicted class. The
-    matrix of every client is computed, which takes ``4 * clients * classes ** 2`` bytes on every device.
+    matrix of every client is computed, which takes ``4 * clients * classes ** 2`` bytes on every device. An example with a
+    logit that is NaN has no predicted class and is not in the matrix.
 
     Raises:
       ValueError: outputs and labels have other shapes.
@@ -31,7 +33,7 @@ class ConfusionMatrix:
 
     def __call__(self, examples: Examples, outputs: jax.Array) -> Sum:
         labels, predicted, classes = _labels_and_predictions(examples, outputs)
-        in_range = (labels >= 0) & (labels < classes)
+        in_range = (labels >= 0) & (labels < classes) & (predicted < classes)
         return Sum(Sparse.of(jnp.where(in_range, labels * classes + predicted, -1), (classes, classes)))
 
 
@@ -169,11 +171,11 @@ class F1(_ClassMetric):
 
 
 def _labels_and_predictions(examples: Examples, outputs: jax.Array) -> tuple[jax.Array, jax.Array, int]:
-    """Returns the labels ``int32 [n]``, the predicted classes ``int32 [n]`` and the number of classes."""
+    """Returns the labels ``int32 [n]``, the predicted classes ``int32 [n]`` of `predicted_class`, and the number of classes."""
     labels = examples["y"].astype(jnp.int32)
     if outputs.ndim != 2 or labels.ndim != 1:
         raise ValueError(
             f"Expected logits [n, classes] and labels [n], got outputs of shape {list(outputs.shape)} and labels of shape "
             f"{list(labels.shape)}. Wrap the metric in a function that passes arrays of these shapes."
         )
-    return labels, jnp.argmax(outputs, axis=1).astype(jnp.int32), outputs.shape[1]
+    return labels, predicted_class(outputs), outputs.shape[1]

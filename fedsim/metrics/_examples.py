@@ -33,7 +33,7 @@ def squared_error(examples: Examples, outputs: jax.Array) -> jax.Array:
 
 
 def accuracy(examples: Examples, outputs: jax.Array) -> Mean:
-    """The fraction of examples whose largest logit is that of the label.
+    """The fraction of examples whose largest logit is that of the label. An example with a logit that is NaN is a miss.
 
     Labels are ``examples["y"] int [n]``, and outputs are logits ``[n, classes]``.
 
@@ -41,7 +41,7 @@ def accuracy(examples: Examples, outputs: jax.Array) -> Mean:
     >>> mean.total.tolist(), mean.weight.tolist()
     ([1, 0], [1, 1])
     """
-    return per_example((jnp.argmax(outputs, axis=1) == examples["y"]).astype(jnp.int32), better="higher")
+    return per_example((predicted_class(outputs) == examples["y"]).astype(jnp.int32), better="higher")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +99,15 @@ class RecallAtK:
         largest = jax.lax.top_k(outputs, min(self.k, outputs.shape[1]))[1]
         hits = jnp.sum(jnp.take_along_axis(labels, largest, axis=1), axis=1)
         return Mean(hits, jnp.sum(labels, axis=1), better="higher")
+
+
+def predicted_class(logits: jax.Array) -> jax.Array:
+    """Returns the class of the largest of the logits ``[..., classes]``, ``int32 [...]``; ``classes`` where one is NaN.
+
+    No label has that class, so a model whose outputs are NaN is never right.
+    """
+    is_known = ~jnp.any(jnp.isnan(logits), axis=-1)
+    return jnp.where(is_known, jnp.argmax(logits, axis=-1), logits.shape[-1]).astype(jnp.int32)
 
 
 def in_top_k(logits: jax.Array, labels: jax.Array, k: int) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import checks
-from fedsim.metrics._examples import in_top_k
+from fedsim.metrics._examples import in_top_k, predicted_class
 from fedsim.metrics._statistics import Better, Examples, Mean, Sum
 
 
@@ -124,7 +124,7 @@ class TokenAccuracy(_Tokens):
 
     def __call__(self, examples: Examples, outputs: jax.Array) -> Mean:
         labels, counted = self.counted(examples)
-        predicted = jnp.argmax(_without(outputs, self.masked_logits), axis=2)
+        predicted = predicted_class(_without(outputs, self.masked_logits))
         return _mean((predicted == labels) & counted, counted, self.per_position, "higher")
 
 

@@ -11,6 +11,7 @@ mean of their averages. So the statistic here is the share in place of the count
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -108,13 +109,20 @@ def network(make: Callable[[jax.Array], Any], axis_name: str, call: Call) -> Net
         def counting(norm: Any) -> Any:
             """Returns a normalization with a count of 0, and with divided averages where it is only evaluated."""
             averages, before = norm.batch_state_index.init, norm.batch_counter.init
-            if fixed:
+            if fixed or norm.inference:
                 averages = jax.tree.map(lambda x: x / jnp.where(before == 0, 1, before), averages)
                 norm = eqx.nn.inference_mode(norm)
             values = jnp.zeros((), jnp.int32), averages
-            return eqx.tree_at(lambda each: (each.batch_counter.init, each.batch_state_index.init), norm, values)
+            norm = eqx.tree_at(lambda each: (each.batch_counter.init, each.batch_state_index.init), norm, values)
+            return _frozen_norm(eqx)(norm) if fixed and key is not None and type(norm) is eqx.nn.BatchNorm else norm
 
-        before = eqx.nn.inference_mode(eqx.combine(whole, constants), value=key is None)
+        def counted(norm: Any, old: Any) -> Any:
+            """Returns a normalization with a share in place of its count after a call; as it was if it was only evaluated."""
+            return old if old.inference else share(norm, old.batch_counter.init)
+
+        before = eqx.combine(whole, constants)
+        if key is None:
+            before = eqx.nn.inference_mode(before)
         called = with_norms(counting, before)
         state, function, inputs = eqx.nn.State(called), eqx.nn.delete_init_state(called), read(examples)
         keys = None
@@ -137,7 +145,7 @@ def network(make: Callable[[jax.Array], Any], axis_name: str, call: Call) -> Net
         outputs, state = mapped(state, keys, *inputs)
         after = before
         if has_state and not fixed:
-            after = with_norms(lambda norm, old: share(norm, old.batch_counter.init), with_state(before, state.get), before)
+            after = with_norms(counted, with_state(before, state.get), before)
         return outputs, jax.tree.map(
             lambda chosen, x: x if chosen else None, is_statistic, eqx.filter(after, eqx.is_inexact_array)
         )
@@ -153,3 +161,16 @@ def network(make: Callable[[jax.Array], Any], axis_name: str, call: Call) -> Net
         evaluate=lambda whole, examples: apply(whole, examples, eval_kwargs)[0],
         is_statistic=is_statistic if has_state else None,
     )
+
+
+@functools.cache
+def _frozen_norm(eqx: Any) -> type:
+    """Returns the class of normalizations with frozen statistics, which are called as in evaluation, whatever the call says."""
+
+    class FrozenBatchNorm(eqx.Module):
+        norm: Any
+
+        def __call__(self, x: jax.Array, state: Any, *, key: Any = None, inference: bool | None = None) -> tuple[Any, Any]:
+            return self.norm(x, state, inference=True)
+
+    return FrozenBatchNorm

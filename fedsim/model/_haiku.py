@@ -14,6 +14,7 @@ from fedsim.model._network import (
     Network,
     check_same_form,
     check_statistics,
+    joined,
     library_of,
     unexpected,
 )
@@ -41,7 +42,7 @@ def _with_state(transformed: hk.TransformedWithState, call: Call) -> Network:
     read, _, train_kwargs, eval_kwargs = call
 
     def init(key: jax.Array) -> Any:
-        return _joined(*transformed.init(key, *call.example(), **train_kwargs))
+        return joined(*transformed.init(key, *call.example(), **train_kwargs))
 
     make = functools.partial(transformed.init, **train_kwargs)
     params, state = jax.eval_shape(make, jax.random.key(0), *call.example())
@@ -54,18 +55,14 @@ def _with_state(transformed: hk.TransformedWithState, call: Call) -> Network:
     def train(whole: Any, examples: Examples, key: jax.Array) -> tuple[Any, Any]:
         outputs, new = transformed.apply(*divided(whole), key, *read(examples), **train_kwargs)
         check_same_form(state, new)
-        return outputs, _joined(jax.tree.map(lambda _: None, params), new)
+        return outputs, joined(jax.tree.map(lambda _: None, params), new)
 
     return Network(
         init=init,
         train=train,
         evaluate=lambda whole, examples: transformed.apply(*divided(whole), None, *read(examples), **eval_kwargs)[0],
-        is_statistic=_joined(jax.tree.map(lambda _: False, params), jax.tree.map(lambda _: True, state)),
+        is_statistic=joined(jax.tree.map(lambda _: False, params), jax.tree.map(lambda _: True, state)),
     )
-
-
-def _joined(params: Any, state: Any) -> Any:
-    return {module: {**params.get(module, {}), **state.get(module, {})} for module in [*params, *state]}
 
 
 def check_transformed(**values: Any) -> None:

@@ -74,7 +74,7 @@ encoder/w.
                 unused.pop(old, None)
                 new = pattern.replace("*", inside)
                 break
-        if not new:
+        if name and not new:  # One array alone has the name "".
             continue
         if new in result:
             raise ValueError(

@@ -46,6 +46,11 @@ def network(make: Callable[[], Any], call: Call) -> Network:
         statistics = [each for each in others if not _is_seed(each)]
         variables = [*trainable, *statistics]
         initializers = [_initializer(each, assigned.get(each.path)) for each in variables]
+    paths = [each.path for each in variables]
+    if twice := [path for number, path in enumerate(paths) if path in paths[:number]]:
+        raise ValueError(
+            f"Expected a Keras model whose variables have different names, got {twice[0]} twice: give layers different names."
+        )
     frozen = [
         each.path for layer in model._flatten_layers() if not layer.trainable for each in layer.variables if not _is_seed(each)
     ]

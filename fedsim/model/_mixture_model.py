@@ -50,8 +50,9 @@ class MixtureModel(Model):
           num_components: the number of components, at least 1.
 
         Raises:
-          ValueError: ``num_components`` is not positive, ``component`` has no ``num_classes``, or its loss is no function of
-            the probabilities ``softmax(outputs)``, such as that of a label for each class: their mixture has no such outputs.
+          ValueError: ``num_components`` is not positive, ``component`` has no ``num_classes``, it has running statistics, or
+            its loss is no function of the probabilities ``softmax(outputs)``, such as that of a label for each class: their
+            mixture has no such outputs.
 
         >>> import fedsim
         >>> MixtureModel.of(fedsim.models.digits_logistic(), 0)
@@ -64,6 +65,11 @@ class MixtureModel(Model):
             raise ValueError(
                 "Expected a classifier as the component of a mixture, got a model with num_classes=None: give its number of "
                 "classes."
+            )
+        if {"statistics", "own_statistics"} & component.part_names:
+            raise ValueError(
+                "Expected a component without running statistics, which a mixture would not update, got a model with "
+                f"{component.parts_in_words}: make it with statistics='frozen', or use one with GroupNorm."
             )
         _check_loss(component)
 

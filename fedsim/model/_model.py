@@ -107,7 +107,8 @@ class Model:
 
         Raises:
           ValueError: ``transformed`` is not the result of ``hk.transform`` or ``hk.transform_with_state``, but for example of
-            another library, whose constructor the message names; or its state has other numbers than floats.
+            another library, whose constructor the message names; its state has other numbers than floats, or a variable with
+            the name of a parameter; or it has no state and ``statistics`` is given.
         """
         options.setdefault("inputs", None)
         return cls._of(functools.partial(_haiku.network, transformed), **options)
@@ -127,8 +128,8 @@ class Model:
 
         Raises:
           ImportError: flax is not installed.
-          ValueError: ``module`` is no instance of ``flax.linen.Module``, or it has state other than floats, which the message
-            names.
+          ValueError: ``module`` is no instance of ``flax.linen.Module``, or it has state other than floats, or with the name of
+            a parameter, which the message names.
 
         >>> import flax.linen as nn
         >>> spec = {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
@@ -176,7 +177,7 @@ class Model:
         As usual in Equinox, a module is a function of one example, which is mapped over the batch by ``jax.vmap``. Parameters
         are the module with its arrays of floats, and None for everything else; ``eqx.combine(params, make(key))`` is a module
         with these parameters. If the module has an argument ``key``, it gets a key for each example in training. In evaluation
-        ``eqx.nn.inference_mode`` switches dropout off.
+        ``eqx.nn.inference_mode`` switches dropout off. Layers that are made with ``inference=True`` stay so in training.
 
         A module with state is called with the inputs of one example and the state, and returns the outputs and the new state.
         Its running statistics are in the module of parameters, in the fields ``init`` of its ``eqx.nn.StateIndex``. That of
@@ -226,8 +227,8 @@ class Model:
 
         Raises:
           ImportError: keras is not installed.
-          ValueError: Keras has another backend; ``make`` does not make a ``keras.Model``; this has state other than floats, or
-            layers with ``trainable=False``, which the message names; or it has losses of its own.
+          ValueError: Keras has another backend; ``make`` does not make a ``keras.Model``; this has state other than floats,
+            layers with ``trainable=False``, or variables with one name, which the message names; or it has losses of its own.
         """
         from fedsim.model import _keras
 
@@ -279,8 +280,13 @@ class Model:
         made = network(Call.of(features, inputs, train_kwargs, eval_kwargs))
         made = made._replace(init=jax.jit(made.init))  # Compiled one by one, the operations take twice as long.
         functions: dict[str, Any] = {"init": made.init, "apply_for_train": made.train, "apply_for_eval": made.evaluate}
+        checks.one_of("average", "client", "frozen", statistics=statistics)
+        if made.is_statistic is None and statistics != "average":
+            raise ValueError(
+                f"Expected statistics='average', the default, for a network without state, got statistics={statistics!r}: "
+                "leave it out, or give a network that has running statistics."
+            )
         if made.is_statistic is not None:
-            checks.one_of("average", "client", "frozen", statistics=statistics)
             role = {"average": "statistics", "client": "own_statistics", "frozen": "frozen"}[statistics]
             roles = jax.tree.map(lambda is_one: role if is_one else "params", made.is_statistic)
             functions = {**divide(made, roles)._asdict(), "network": made, "roles": roles}
@@ -504,12 +510,13 @@ class Model:
         """The other parts of the model, for messages; "" if there are none."""
         return " and ".join(words for name, words in PARTS_IN_WORDS.items() if name in self.part_names)
 
-    def check_padding(self, batches: Batches, sizes: np.ndarray) -> None:
-        """Raises ``ValueError`` if running statistics would contain the padding of the last batches of clients.
+    def check_padding(self, batches: Batches, sizes: np.ndarray, *, purpose: str | None = None) -> None:
+        """Raises ``ValueError`` if a model with running statistics would normalize by the padding of clients' last batches.
 
         Args:
           batches: how clients cut their examples into batches.
           sizes: the clients' numbers of examples, ``int [clients]``.
+          purpose: what they compute, for the message, if it is a pass over all examples (`Batches.one_pass`) and not training.
         """
         if not {"statistics", "own_statistics"} & self.part_names:
             return
@@ -524,11 +531,15 @@ class Model:
         with scope_of(ModelParts(), jnp.array([True, False])) as scope:
             jax.eval_shape(train, jax.eval_shape(self.init_whole, key), key)
         if not scope.reads_mask:
-            names = [name for name, role in named(self.roles) if "statistics" in role]
+            names = ", ".join([name for name, role in named(self.roles) if "statistics" in role][:4])
+            what, remedy = f"which would enter the running statistics ({names})", "set drop_remainder=True in Batches"
+            if purpose is not None:
+                what = f"which would enter the statistics ({names}) of the pass over all examples that computes {purpose}"
+                remedy = "choose a batch size that divides the clients' numbers of examples, since this pass drops no examples"
             raise ValueError(
-                f"The last batch of {len(partial)} of {len(sizes)} clients is filled up with padding, which would enter the "
-                f"running statistics ({', '.join(names[:4])}): set drop_remainder=True in Batches, or leave padding out of "
-                "them, as fedsim.models.BatchNorm in Haiku does, and BatchNorm of Flax and Keras with an argument mask."
+                f"The last batch of {len(partial)} of {len(sizes)} clients is filled up with padding, {what}: {remedy}, or "
+                "leave padding out of them, as fedsim.models.BatchNorm in Haiku does, and BatchNorm of Flax and Keras with an "
+                "argument mask."
             )
 
     def dummy_examples(self, count: int) -> dict[str, np.ndarray]:

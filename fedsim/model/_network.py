@@ -227,8 +227,15 @@ float32[2]: keep a state of fixed shapes.
             )
 
 
-def joined(*collections: Mapping[Any, Any]) -> dict[Any, Any]:
+def joined(*collections: Mapping[Any, Any], module: str = "") -> dict[Any, Any]:
     """Returns nested dicts as one, which has the leaves of all of them.
+
+    Args:
+      *collections: parameters, and variables of the state.
+      module: where they are, for the message.
+
+    Raises:
+      ValueError: two leaves have one name.
 
     >>> joined({"norm": {"scale": 1.0}}, {"norm": {"mean": 0.5}})
     {'norm': {'scale': 1.0, 'mean': 0.5}}
@@ -236,5 +243,14 @@ def joined(*collections: Mapping[Any, Any]) -> dict[Any, Any]:
     whole: dict[Any, Any] = {}
     for collection in collections:
         for name, value in collection.items():
-            whole[name] = joined(whole.get(name, {}), value) if isinstance(value, Mapping) else value
+            before = whole.get(name, {})
+            if isinstance(value, Mapping) and isinstance(before, Mapping):
+                whole[name] = joined(before, value, module=f"{module}{name}/")
+            elif name not in whole:
+                whole[name] = value
+            else:
+                raise ValueError(
+                    "Expected the parameters and the state of a network to have different names, got two variables "
+                    f"{module}{name}: rename one of them."
+                )
     return whole

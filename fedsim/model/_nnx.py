@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,18 +55,25 @@ def network(make: Callable[[Any], Any], call: Call) -> Network:
     kinds = {type(each) for _, each in nnx.iter_graph(module) if isinstance(each, nnx.Variable)}
     # With frozen statistics, normalizations use the running ones in training, too.
     module.set_attributes(use_running_average=True, raise_if_not_found=False)
+    # They then have another class, because a call may say otherwise.
+    for norm in [each for _, each in nnx.iter_graph(module) if type(each) is nnx.BatchNorm]:
+        object.__setattr__(norm, "__class__", _frozen_norm(nnx))
     trained_with_frozen = nnx.graphdef(module)
 
     def with_key(key: jax.Array) -> Any:
-        """Returns the state of the module's random streams: a key of its own for each, and a count of 0."""
+        """Returns the state of the module's random streams: a key of its own for each, and a count of 0.
+
+        Streams of stacked layers have an array of keys.
+        """
         leaves, structure = jax.tree.flatten(streams)
-        values = [
-            jax.random.fold_in(key, number)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else jnp.zeros(leaf.shape, leaf.dtype)
-            for number, leaf in enumerate(leaves)
-        ]
-        return jax.tree.unflatten(structure, values)
+
+        def value(number: int, leaf: Any) -> jax.Array:
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return jnp.zeros(leaf.shape, leaf.dtype)
+            own = jax.random.fold_in(key, number)
+            return jax.random.split(own, leaf.shape) if leaf.shape else own
+
+        return jax.tree.unflatten(structure, [value(number, leaf) for number, leaf in enumerate(leaves)])
 
     def parts(module: Any) -> tuple[Any, Any]:
         """Returns the module's parameters and statistics."""
@@ -93,3 +101,14 @@ def network(make: Callable[[Any], Any], call: Call) -> Network:
         if statistics
         else None,
     )
+
+
+@functools.cache
+def _frozen_norm(nnx: Any) -> type:
+    """Returns the class of normalizations with frozen statistics, which are called as in evaluation, whatever the call says."""
+
+    class FrozenBatchNorm(nnx.BatchNorm):
+        def __call__(self, x: jax.Array, use_running_average: bool | None = None, **kwargs: Any) -> jax.Array:
+            return super().__call__(x, use_running_average=True, **kwargs)
+
+    return FrozenBatchNorm

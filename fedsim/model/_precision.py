@@ -73,4 +73,9 @@ def _scale_gradient(a: Any, factor: float) -> Any:
     return a
 
 
-_scale_gradient.defvjp(lambda a, factor: (a, None), lambda factor, _, gradient: (jax.tree.map(lambda g: g * factor, gradient),))
+def _scaled(factor: float, _: None, gradient: Any) -> tuple[Any]:
+    # Integers that a network returns have a gradient without a value.
+    return (jax.tree.map(lambda g: g if g.dtype == jax.dtypes.float0 else g * factor, gradient),)
+
+
+_scale_gradient.defvjp(lambda a, factor: (a, None), _scaled)

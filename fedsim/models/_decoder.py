@@ -252,17 +252,18 @@ def decoder_of(config: Mapping[str, Any], *, length: int, remat: bool = True) ->
     Raises:
       ValueError: it describes something else, such as scaled rotary positions, or has fewer positions than ``length``.
 
-    >>> config = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": None,
-    ...           "n_positions": 128, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
+    >>> config = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128,
+    ...           "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(decoder_of(config, length=128).init, jax.random.key(0))))
     141056
     """
     kind = config.get("model_type")
     if kind == "gpt2":
-        _expect(config, activation_function="gelu_new", scale_attn_by_inverse_layer_idx=False)
+        _expect(config, activation_function="gelu_new", scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True)
+        _expect(config, tie_word_embeddings=True)
         return decoder(
             config["vocab_size"], length=length, width=config["n_embd"], layers=config["n_layer"], heads=config["n_head"],
-            hidden=config["n_inner"] or 4 * config["n_embd"], positions="learned",
+            hidden=config.get("n_inner") or 4 * config["n_embd"], positions="learned",
             num_positions=config["n_positions"], norm="layer",
             epsilon=config["layer_norm_epsilon"], gated=False, bias=True, tied=True, remat=remat,
         )  # fmt: skip
@@ -271,9 +272,11 @@ def decoder_of(config: Mapping[str, Any], *, length: int, remat: bool = True) ->
     _expect(config, hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False, rope_scaling=None)
     rotary = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10_000.0)}
     _expect(rotary, rope_type="default")
+    if (most := config.get("max_position_embeddings")) is not None:
+        checks.whole(1, most, length=length, remedy="use sequences that are not longer than max_position_embeddings")
     return decoder(
         config["vocab_size"], length=length, width=config["hidden_size"], layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"], head_size=config.get("head_dim"),
+        heads=config["num_attention_heads"], kv_heads=config.get("num_key_value_heads"), head_size=config.get("head_dim"),
         hidden=config["intermediate_size"], theta=rotary["rope_theta"], epsilon=config["rms_norm_eps"],
         qk_norm=kind == "qwen3", tied=config.get("tie_word_embeddings", False), remat=remat,
     )  # fmt: skip
@@ -290,7 +293,8 @@ def decoder_params(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any
 
     Args:
       config: see `decoder_of`.
-      tensors: the arrays of a checkpoint by name, such as ``"model.layers.0.self_attn.q_proj.weight"``.
+      tensors: the arrays of a checkpoint by name, such as ``"model.layers.0.self_attn.q_proj.weight"``. Names of GPT-2 may
+        begin with ``"transformer."``; those of the published files do not.
 
     Raises:
       KeyError: an array is missing.
@@ -306,7 +310,7 @@ def decoder_params(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any
     """
     read = {name: np.asarray(value) for name, value in tensors.items()}
     if config["model_type"] == "gpt2":
-        return _params_of_gpt2(config["n_layer"], read)
+        return _params_of_gpt2(config["n_layer"], {name.removeprefix("transformer."): array for name, array in read.items()})
     layers = range(config["num_hidden_layers"])
 
     def stacked(name: str) -> np.ndarray:
@@ -327,7 +331,7 @@ def decoder_params(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any
 
 def _params_of_gpt2(layers: int, read: Mapping[str, np.ndarray]) -> Any:
     def stacked(name: str) -> np.ndarray:
-        return np.stack([read[f"transformer.h.{layer}.{name}"] for layer in range(layers)])
+        return np.stack([read[f"h.{layer}.{name}"] for layer in range(layers)])
 
     def norm(of: Any, name: str) -> dict[str, np.ndarray]:
         return {"scale": of(f"{name}.weight"), "offset": of(f"{name}.bias")}
@@ -338,7 +342,5 @@ def _params_of_gpt2(layers: int, read: Mapping[str, np.ndarray]) -> Any:
     for name, theirs in (("output", "attn.c_proj"), ("up", "mlp.c_fc"), ("down", "mlp.c_proj")):
         params[f"layers/{name}"] = {"w": stacked(f"{theirs}.weight"), "b": stacked(f"{theirs}.bias")}
     params |= {"layers/attention_norm": norm(stacked, "ln_1"), "layers/feedforward_norm": norm(stacked, "ln_2")}
-    params["norm"] = norm(lambda name: read[f"transformer.{name}"], "ln_f")
-    return params | {
-        "embedding": {"embeddings": read["transformer.wte.weight"]}, "positions": {"embeddings": read["transformer.wpe.weight"]}
-    }  # fmt: skip
+    params["norm"] = norm(read.__getitem__, "ln_f")
+    return params | {"embedding": {"embeddings": read["wte.weight"]}, "positions": {"embeddings": read["wpe.weight"]}}

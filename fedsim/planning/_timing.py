@@ -101,8 +101,10 @@ def seconds_of_round(algorithm: Algorithm, calls: Sequence[TracedCall], memory: 
         """Returns the longest clients of the cohort, which stop after a number of steps."""
         chosen = longest[: of_each_device * devices]
         work = np.minimum(steps, most_steps[chosen]) / np.maximum(training.num_steps(cohort.sizes[chosen]), 1)
+        rows = None if cohort.rows is None else cohort.rows[chosen]
+        clients = cohort.clients[chosen]
         return dataclasses.replace(
-            cohort, clients=cohort.clients[chosen], work=work, slots=cohort.slots, attack=None, attackers=None, arrivals=None
+            cohort, clients=clients, rows=rows, work=work, slots=cohort.slots, attack=None, attackers=None, arrivals=None
         )
 
     loops = [[jax.tree.map(_zeros, (loop.constants, loop.state)) for loop in call.loops] for call in calls]

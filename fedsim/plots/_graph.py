@@ -54,7 +54,7 @@ def plot_graph(
     figure = new_figure(6.4 if values is not None else 5.6, 5.2)
     axes = figure.subplots()
     undirected = graph.to_undirected()
-    if all(degree == 2 for _, degree in undirected.degree):
+    if all(degree == 2 for _, degree in undirected.degree) and nx.is_connected(undirected):
         places = nx.circular_layout(list(nx.dfs_preorder_nodes(undirected, 0)))
     else:
         places = nx.kamada_kawai_layout(graph) if nodes <= 300 else nx.spring_layout(graph, seed=0)

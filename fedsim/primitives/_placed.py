@@ -231,7 +231,7 @@ def weighted_mean(value: Placed, weights: Placed) -> Any:
         x = _as_float(x)
         return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
 
-    total = sum(map(wide, weights))
+    total = sum(map(lambda weight: weight.astype(jax.dtypes.canonicalize_dtype(float)), weights))
     factor = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
     sums = sum(map(weigh, value, weights))
     return jax.tree.map(lambda x, like: (x * factor.astype(x.dtype)).astype(_as_float(like).dtype), sums, value.stacked)

@@ -94,7 +94,7 @@ def _broadcast(x: Any, *, placement: Placement) -> Arrays:
 def _reduction(of_device: Callable[[Any], Any], over_devices: Callable[[Any, str], Any]) -> Callable[..., Arrays]:
     def run(x: Any, *, placement: Placement) -> Arrays:
         def reduce(x: Any) -> Any:
-            total = of_device(x.astype(_wide(x.dtype)))
+            total = of_device(x.astype(wide(x.dtype)))
             return (over_devices(total, placement.name) if placement.mesh else total).astype(x.dtype)
 
         return [_per_device(placement, reduce, P(placement.name), P())(x)]
@@ -103,7 +103,7 @@ def _reduction(of_device: Callable[[Any], Any], over_devices: Callable[[Any, str
 
 
 def _mean(x: Any, *, placement: Placement) -> Arrays:
-    total = _sum(x.astype(_wide(x.dtype)), placement=placement)[0]
+    total = _sum(x.astype(wide(x.dtype)), placement=placement)[0]
     return [(total / max(placement.size, 1)).astype(x.dtype)]
 
 
@@ -152,7 +152,7 @@ _linear(sum_p, lambda cotangent, placement: broadcast_p.bind(cotangent, placemen
 _linear(
     mean_p,
     lambda cotangent, placement: broadcast_p.bind(
-        (cotangent.astype(_wide(cotangent.dtype)) / max(placement.size, 1)).astype(cotangent.dtype), placement=placement
+        (cotangent.astype(wide(cotangent.dtype)) / max(placement.size, 1)).astype(cotangent.dtype), placement=placement
     ),
 )
 
@@ -284,13 +284,13 @@ def _map_run(
                 sums = [total + x.astype(total.dtype) for total, x in zip(sums, _only(out, summed), strict=True)]
                 return sums, _only(out, [not mark for mark in summed])
 
-            nothing = [zeros(with_axes(aval)).astype(_wide(aval.dtype)) for aval in _only(jaxpr.out_avals, summed)]
+            nothing = [zeros(with_axes(aval)).astype(wide(aval.dtype)) for aval in _only(jaxpr.out_avals, summed)]
             sums, stacked = map(iter, jax.lax.scan(step, nothing, own, length=size))
         else:
             # The work of a single client is that of the function itself, without an axis of clients.
             alone = size == 1
             out = [jnp.asarray(x)[None] for x in work(*[x[0] for x in own])] if alone else jax.vmap(work, axis_size=size)(*own)
-            sums = iter([jnp.sum(x, axis=0, dtype=_wide(x.dtype)) for x in _only(out, summed)])
+            sums = iter([jnp.sum(x, axis=0, dtype=wide(x.dtype)) for x in _only(out, summed)])
             stacked = iter(_only(out, [not mark for mark in summed]))
         sums = iter(tree.psum(list(sums), placement.name)) if placement.mesh else sums
         return [
@@ -306,7 +306,7 @@ def _only(values: Sequence[Any], marks: Sequence[bool]) -> Arrays:
     return [x for x, mark in zip(values, marks, strict=True) if mark]
 
 
-def _wide(dtype: Any) -> Any:
+def wide(dtype: Any) -> Any:
     """Returns the dtype for sums: numbers in half precision would lose what is smaller than their last digit."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 

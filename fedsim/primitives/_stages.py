@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from fedsim.primitives._placed import Placed
 from fedsim.primitives._placement import Placement
+from fedsim.primitives._primitives import wide
 from fedsim.primitives._trace import Operation, Trace, Value, marked, source
 
 # Equations that JAX adds between values of clients, and that work client by client.
@@ -229,8 +230,8 @@ def _client_by_client(
             for aval, mark in zip(jaxpr.out_avals, summed, strict=True)
         ]
     return [
-        sum(parts[1:], parts[0]) if mark else jnp.stack(parts)
-        for parts, mark in zip(zip(*results, strict=True), summed, strict=True)
+        jnp.sum(jnp.stack(parts), axis=0, dtype=wide(aval.dtype)).astype(aval.dtype) if mark else jnp.stack(parts)
+        for parts, aval, mark in zip(zip(*results, strict=True), jaxpr.out_avals, summed, strict=True)
     ]
 
 

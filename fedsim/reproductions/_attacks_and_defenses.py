@@ -33,6 +33,7 @@ from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row
 from fedsim.sweeps import population
 
 _CLIENTS, _COHORT, _LARGE, _RATE, _CLIP, _DELTA = 100, 10, 25, 0.3, 1.0, 0.01
+_SUM_CLIP = 8.0  # to which a secure sum clips, because it is one of whole numbers
 _IMAGES, _SHADOWS, _SIZE, _SHARES = 4, 60, 20, (0.7, 0.3)
 
 
@@ -53,17 +54,18 @@ class _Defence:
 
     def aggregator(self, rounds: int) -> Aggregator:
         if self.cohort > _COHORT:
-            return SecureMean(max_weight=1.0, clip=8.0, minimum=_COHORT)
+            return SecureMean(max_weight=1.0, clip=_SUM_CLIP, minimum=_COHORT)
         if self.clip is None:
             return Mean()
         return GaussianMechanism(self.noise(rounds), clip=self.clip, denominator=self.cohort)
 
     def released(self, updates: np.ndarray, rounds: int, seed: int) -> np.ndarray:
         """Returns what an observer of single rounds sees of updates ``[n, d]``: alone in the round, or among other clients."""
-        draw, clip = np.random.default_rng(seed), self.clip or np.inf
+        draw, clip = np.random.default_rng(seed), _SUM_CLIP if self.cohort > _COHORT else self.clip or np.inf
         updates = updates * np.minimum(1, clip / np.linalg.norm(updates, axis=1, keepdims=True))
         if self.cohort > _COHORT:
-            others = [draw.choice(len(updates), self.cohort - 1, replace=False) for _ in updates]
+            clients = np.arange(len(updates))
+            others = [draw.choice(clients[clients != i], self.cohort - 1, replace=False) for i in clients]
             return np.stack([own + updates[rows].sum(axis=0) for own, rows in zip(updates, others, strict=True)])
         noise = self.noise(rounds)
         return updates + noise * clip * draw.normal(size=updates.shape) if noise else updates

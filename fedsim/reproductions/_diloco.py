@@ -173,16 +173,17 @@ def _compare(request: Request, workers: int, by_site: bool) -> Iterator[Row]:
     texts = [load(request, workers, by_site=by_site, seed=seed) for seed in extent.seeds]
     for name, (algorithm, local, times, overlap) in algorithms(workers, extent.rounds).items():
         rounds = extent.rounds // local
+        steps = rounds * local  # fewer if the number of local steps does not divide that of all steps
         curves = [run(algorithm, text, "test", rounds, seed) for seed, text in zip(extent.seeds, texts, strict=True)]
         losses = [-curve.scores[-1] for curve in curves]
         up = curves[0].bits_up / workers / (rounds * times)  # of a worker each time
         down = tree.num_bits(curves[0].state.params) / times
-        clock = {gigabits: seconds(extent.rounds, rounds * times, up + down, gigabits, overlap) for gigabits in GIGABITS}
+        clock = {gigabits: seconds(steps, rounds * times, up + down, gigabits, overlap) for gigabits in GIGABITS}
         request.log(f"{workers} workers, {'by site' if by_site else 'IID'}, {name}: {np.round(losses, 3)}")
         yield Row.of_seeds(
             losses,
             case=f"{workers} workers, {'by site' if by_site else 'IID'}: {name}",
-            measure=f"test loss per token after {extent.rounds:,} steps of {SEQUENCES} sequences",
+            measure=f"test loss per token after {steps:,} steps of {SEQUENCES} sequences",
             reduced=_reduced(extent),
             seconds=sum(curve.seconds for curve in curves),
             settings={

@@ -88,14 +88,18 @@ def merged(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
     [('a', 3, ''), ('c', 3, 'x'), ('d', 1, 'x'), ('b', 5, 'y'), ('e', 1, '')]
     >>> len(merged([case("a", 3)], [case("a", 3), case("a", 1)]))  # another row of the case may have fewer seeds
     2
+    >>> old = [case("a", 3, "300 of 3,400 writers") | {"settings": {"rounds": 1000}}]
+    >>> merged(old, [case("a", 3, "300 of 3,400 writers, 10 rounds") | {"settings": {"rounds": 10}}]) == old
+    True
     """
 
     def of_case(rows: Sequence[Record], name: str) -> list[Record]:
         return [row for row in rows if row["id"] == name]
 
-    def extent(rows: Sequence[Record]) -> tuple[int, bool, bool]:
+    def extent(rows: Sequence[Record]) -> tuple[int, bool, bool, int]:
         whole = not any(row["reduced"] for row in rows)
-        return max(row["seeds"] for row in rows), whole, not any(row.get("quick") for row in rows)
+        rounds = 0 if whole else max(row.get("settings", {}).get("rounds", 0) for row in rows)
+        return max(row["seeds"] for row in rows), whole, not any(row.get("quick") for row in rows), rounds
 
     rows = list(old)
     for name in dict.fromkeys(row["id"] for row in new):

@@ -155,7 +155,7 @@ def _run(request: Request, case: NoiseCase) -> Iterator[Row]:
         yield Row.of_seeds(
             found,
             case=str(case),
-            measure=f"test accuracy after {at} rounds",
+            measure=f"test accuracy after {min(at, extent.rounds)} rounds",
             paper=f"{case.accuracies[at]:.3f}",
             seconds=sum(curve.seconds for curve in curves) if at == evaluated[0] else 0.0,
             settings=dataclasses.asdict(case) | {"rounds": extent.rounds, "writers": writers, "delta": DELTA},

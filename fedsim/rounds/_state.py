@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from fedsim import primitives, tree
 from fedsim.aggregators import Aggregator
@@ -189,12 +190,23 @@ class RoundInfo(NamedTuple):
         """Returns the sum over the cohort of an entry of ``clients``, for ``server_update``.
 
         It is a reduction of `fedsim.primitives`, so `fedsim.audit` knows that the server reads no value of a single client.
+        Counts of bits are added as ``float32``, because their sum may exceed 32 bits.
+
+        Raises:
+          ValueError: the info is that of several rounds, from ``apply_rounds``.
 
         >>> counts = {"weight": jax.numpy.array([3.0, 1.0])}
         >>> float(RoundInfo(counts, *[jax.numpy.int32(0)] * 5).total("weight"))
         4.0
         """
+        if jnp.ndim(self.num_clients):
+            raise ValueError(
+                f"Expected the info of one round, got that of {len(self.num_clients)}: take a round out of it, for example by "
+                "jax.tree.map(lambda x: x[0], info)."
+            )
         values = self.clients[name]
+        if jnp.issubdtype(values.dtype, jnp.unsignedinteger):
+            values = values.astype(jnp.float32)
         return primitives.sum(primitives.Placed(values, primitives.Placement("clients", len(values))))
 
 

@@ -11,9 +11,9 @@ by rank; the others have never taken part, and are drawn with probabilities prop
 0.9 and is multiplied by 0.98 in each round until it is 0.2. The statistical utility is clipped at its 95 % quantile.
 
 Deviations: The square root of the mean of squared losses is replaced by the mean loss, which clients report and which is at
-most that. T is given or the median of the clients' durations, which are
-measured on a virtual clock, and not adapted (the pacer). A client is never excluded for
-taking part often. If too few clients have not taken part, or have, the cohort is filled with the others.
+most that. T is given or the median of the clients' durations, which are measured on a virtual clock, and not adapted (the
+pacer). A client is never excluded for taking part often. If too few clients have not taken part, or have, the cohort is filled
+with the others. Clients whose utility is 0 or less, which negative losses give, are drawn with equal, tiny probabilities.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Oort(SteeredSampler):
       - Cost: O(population log(population)) per round.
 
     Raises:
-      ValueError: a fraction is outside [0, 1], a time is not positive, there are fewer clients with examples than ``clients``,
-        or ``deadline`` is given without ``seconds``; see `SteeredSampler`.
+      ValueError: a fraction is outside [0, 1], a time is not positive, or there are fewer clients with examples than
+        ``clients``; see `SteeredSampler`.
 
     >>> data = FederatedData.from_arrays({"x": np.zeros(6)}, sizes=[1, 1, 4])
     >>> sampler = Oort(data, clients=1, seed=0, exploration=0)
@@ -136,7 +136,8 @@ class Oort(SteeredSampler):
         if not exploit:
             return explored
         utility = self.utility(round, memory)[known]
-        least = _CUT_OFF * np.sort(utility)[-exploit]
+        last = np.sort(utility)[-exploit]
+        least = min(_CUT_OFF * last, last)
         high = np.flatnonzero(utility >= least)
         # A utility of 0, of a client without a loss, still has a positive probability, so that the cohort is full.
         weights = np.maximum(utility[high], np.finfo(np.float64).tiny)

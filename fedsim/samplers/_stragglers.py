@@ -40,7 +40,7 @@ class Stragglers(WrappedSampler):
       - Cost: O(clients) per round, in addition to that of ``sampler``.
 
     Raises:
-      ValueError: ``fraction`` is outside [0, 1], or ``epochs`` is below 2.
+      ValueError: ``fraction`` is outside [0, 1], or ``epochs`` is below 2; or, when a cohort is drawn, the sampler has a clock.
 
     >>> from fedsim import FederatedData, UniformSampler
     >>> data = FederatedData.from_arrays({"x": np.zeros(100)}, sizes=[1] * 100)
@@ -67,6 +67,12 @@ class Stragglers(WrappedSampler):
         self._words = np.asarray(rng.words(rng.stream(self.key, "stragglers")))
 
     def _transform(self, cohort: Cohort) -> Cohort:
+        if "simulated_seconds" in cohort.measures:
+            raise ValueError(
+                f"Expected a sampler without a clock in Stragglers, got {type(self.sampler).__name__}, whose times are those "
+                "of all steps: leave stragglers out and let some clients need more seconds per step (--step-seconds), or give "
+                "fedsim.experiment.simulate a sampler with stragglers."
+            )
         draw = rng.generator(self._words, cohort.round)
         stragglers = draw.permutation(len(cohort))[: int(np.rint(self.fraction * len(cohort)))]
         work = np.ones(len(cohort), np.float32)

@@ -116,10 +116,8 @@ class Range:
 
     def value(self, share: float) -> float | int:
         """Returns the number at a share in [0, 1) of the range, to four digits."""
-        if self.logarithmic:
-            number = self.low * (self.high / self.low) ** share
-        else:
-            number = self.low + (self.high + self.whole - self.low) * share
+        high = self.high + self.whole  # Whole numbers are rounded down, and `high` is one of them.
+        number = self.low * (high / self.low) ** share if self.logarithmic else self.low + (high - self.low) * share
         return int(number) if self.whole else float(f"{number:.4g}")
 
 

@@ -150,7 +150,7 @@ class _Sent(NamedTuple):
     """Rounds of several members that were sent to the devices.
 
     Attributes:
-      cohorts: those of each member; none of one that waits.
+      cohorts: those of each member; none of one that has no rounds left.
       infos: waits for the rounds, and returns the infos of each member on the host.
       states: returns the state of each member after its rounds. They are copied from the devices only if it is called.
     """
@@ -190,6 +190,9 @@ class _Lockstep:
         try:
             pipelined(self._dispatch, self._finish)
         except FloatingPointError as error:  # The execution of a single member raises it when rounds are dispatched.
+            if self._wave is not None:  # JAX raises it with jax_debug_nans, and does not say for which member.
+                self._save()
+                raise
             (job,) = self._runs
             self._record(job, error)
         except Exception:
@@ -201,11 +204,13 @@ class _Lockstep:
         return self._failed
 
     def _dispatch(self) -> _Sent | None:
-        """Sends the next rounds of all members that have rounds left. The others wait."""
+        """Sends the next rounds of all members that have rounds left."""
         for run in self._runs.values():
             run.wait_for_others()
         left = {job: run for job, run in self._runs.items() if run.position < run.rounds and job not in self._failed}
-        left = {job: run for job, run in left.items() if not run.waits}
+        # All wait for one that waits: rounds without clients would change what its state has of earlier rounds.
+        if any(run.waits for run in left.values()):
+            return None
         if not left or self._errors or (self._interruption and self._interruption.received()):
             return None
         self._finished = None  # Its states need not stay on the devices.

@@ -98,9 +98,9 @@ class SweepResult:
         if not groups:
             return "no run is finished"
         names = list(self.members[0].setting)
-        line = self.members[0].line
-        metrics = scalar_metrics(line)
-        shown = metrics if scalar_metrics(line, "validation") else [name.removeprefix("test_") for name in metrics]
+        metrics = list(dict.fromkeys(name for member in self.members for name in scalar_metrics(member.line)))
+        validated = any(scalar_metrics(member.line, "validation") for member in self.members)
+        shown = metrics if validated else [name.removeprefix("test_") for name in metrics]
         columns = [*names, "seeds", *(name.replace("_", " ", 1) if name in metrics else name for name in shown), _LOSS]
         rows = [
             [*map(str, values), str(len(own)), *(_spread(own, name) for name in [*metrics, _LOSS])]
@@ -121,16 +121,17 @@ class SweepResult:
         return "\n".join(lines)
 
     def _best(self, groups: Mapping[tuple[Any, ...], Sequence[SweepMember]]) -> list[str]:
+        name = score_name(*(member.line for member in self.members))
+        if name is None:
+            return ["best  none: no metric of all runs says whether higher or lower values are better"]
+
         def mean_score(own: Sequence[SweepMember]) -> float:
-            scores = [score(member.line) for member in own]
+            scores = [score(member.line, name) for member in own]
             return -math.inf if None in scores else statistics.fmean(scores)  # type: ignore[arg-type]
 
-        if all(score_name(member.line) is None for own in groups.values() for member in own):
-            return ["best  none: no metric says whether higher or lower values are better"]
         own = max(groups.values(), key=mean_score)
         if mean_score(own) == -math.inf:
             return ["best  none: every setting has a run whose evaluation is not finite"]
-        name = score_name(own[0].line) or ""
         setting = " ".join(f"{key}={value}" for key, value in own[0].setting.items())
         edges = []
         for key, best in () if self.varied is None else own[0].setting.items():
@@ -164,7 +165,8 @@ def csv_of(result: SweepResult) -> str:
         for member in result.members
     ]
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n", extrasaction="ignore")
+    names = dict.fromkeys(name for row in rows for name in row)  # Personal metrics, for example, only some algorithms have.
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -182,7 +183,11 @@ def members_of(
         own = {**own_config.hyperparameters, **{name: value for name, value in setting.items() if name not in fields}}
         with named(member.name):
             members.append((member, dataclasses.replace(own_config, **general, seed=seed, hyperparameters=own)))
-    return members
+    names = collections.Counter(member.folder for member, _ in members)
+    return [
+        (member if names[member.folder] == 1 else dataclasses.replace(member, folder=_hashed(member)), own)
+        for member, own in members
+    ]
 
 
 def _write_tables(result: SweepResult) -> None:
@@ -202,7 +207,16 @@ def _file_name(name: str) -> str:
     ('algorithm=fedavg,seed=0', 'dataset=mnist(partition=iid),seed=0')
     """
     short = re.sub(r"[^\w.,=()+-]+", "", re.sub(r"[^,=]*[/\\]", "", name))
-    return short if len(short) <= 150 else f"{short[:130]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    return short if len(short) <= 150 else f"{short[:130]}-{_hash(name)}"
+
+
+def _hashed(member: SweepMember) -> Path:
+    """Returns another folder for a member whose name differs from that of another one in what folders' names lack."""
+    return member.folder.with_name(f"{member.folder.name[:130]}-{_hash(member.name)}")
+
+
+def _hash(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
 def _initialize(folder: Path, content: Mapping[str, Any], settings: Settings, how: How | None, code: Mapping[str, str]) -> How:

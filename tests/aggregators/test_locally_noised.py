@@ -3,7 +3,9 @@
 import dataclasses
 
 import federation
+import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -24,7 +26,9 @@ def noise_of(mechanism, execution=JIT, rounds=3):
 
 
 def check_noise(mechanism, execution=JIT):
-    """Raises ``AssertionError`` unless the mean of 8 clients has the noise of one divided by √8, new in each round."""
+    """Raises ``AssertionError`` unless a message has noise, and the mean of 8 clients that divided by √8, new in each round."""
+    sent = mechanism.send(jnp.zeros(SIZE), mechanism.init(jnp.zeros(SIZE)), (), jax.random.key(0)).update
+    assert np.std(sent) == pytest.approx(2.0 * 0.5, rel=4 / np.sqrt(2 * SIZE))
     noise = noise_of(mechanism, execution)
     deviation = 2.0 * 0.5 / np.sqrt(8)
     assert np.std(noise) == pytest.approx(deviation, rel=4 / np.sqrt(2 * noise.size))
@@ -54,7 +58,7 @@ class ByServer(Wrapper):
 
     def finish_round(self, accumulator, memory, key):
         mean, memory = super().finish_round(accumulator, memory, key)
-        return jax.tree.map(lambda x, n: x + n, mean, rng.normal_like(key, mean)), memory
+        return jax.tree.map(lambda x, n: x + 2 * 0.5 / 8**0.5 * n, mean, rng.normal_like(key, mean)), memory
 
 
 @pytest.mark.first(1)
@@ -84,6 +88,31 @@ def test_weights_by_examples_are_refused():
     ):
         fedsim.algorithms.FedAvg(aggregator=noised, **options).check(federation.data())
     fedsim.algorithms.FedAvg(aggregator=noised, weighting="uniform", **options).check(federation.data())
+
+
+@pytest.mark.parametrize(
+    ("cls", "outer"),
+    [*((cls, "AuxMean") for cls in ("FedNova", "QFedAvg", "AdaptiveFedProx", "FedProto")), ("IFCA", "Grouped")],
+)
+def test_algorithms_that_send_numbers_without_noise_are_refused(cls, outer):
+    options = {"model": federation.model(), "client_optimizer": optax.sgd(0.1), "batches": fedsim.Batches(size=4)}
+    noised = fedsim.aggregators.Clipped(1.0, inner=LocallyNoised(1.0, clip=0.5))
+    with pytest.raises(ValueError, match=f"^Expected an aggregator without LocallyNoised inside {outer}, got Clipped.*: the "):
+        getattr(fedsim.algorithms, cls)(aggregator=noised, **options)
+
+
+def test_running_statistics_would_have_no_noise():
+    model = fedsim.Model.from_haiku(
+        hk.transform_with_state(lambda x, training: hk.Linear(4)(fedsim.models.BatchNorm()(x["x"], training))),
+        features=federation.FEATURES, num_classes=4, train_kwargs={"training": True}, eval_kwargs={"training": False},
+        statistics="average",
+    )  # fmt: skip
+    algorithm = fedsim.algorithms.FedAvg(
+        model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4), weighting="uniform",
+        aggregator=LocallyNoised(1.0, clip=0.5),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="LocallyNoised inside AuxMean, .* running statistics, would be sent without noise"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
 
 
 @pytest.mark.first(2)

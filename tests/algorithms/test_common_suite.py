@@ -543,8 +543,13 @@ def test_clients_change_parts_of_a_model(name, part):
 @pytest.mark.first(6)
 @pytest.mark.parametrize(("name", "part"), [case for case in PARTS if not takes(*case)])
 def test_other_parts_are_refused_with_a_reason(name, part):
-    algorithm, cohort = make(name, model=model_with(part)), federation.cohort(federation.data(sizes=(5, 3, 4)))
+    model, cohort = model_with(part), federation.cohort(federation.data(sizes=(5, 3, 4)))
     words = fedsim.model.PARTS_IN_WORDS
+
+    def run():
+        algorithm = make(name, model=model)
+        algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+
     # The running statistics of the model with kept parameters are frozen, which may be refused before.
     with pytest.raises(ValueError, match=rf"takes no model with ({words[part]}|{words['frozen']}): .*; use"):
-        algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+        run()

@@ -89,7 +89,9 @@ def test_stragglers_complete_the_first_of_two_calls():
         batches = fedsim.Batches(size=4, shuffle=shuffle)
         algorithm = make(fedsim.algorithms.Mime, batches=batches, client_optimizer=optax.sgd(0.1, momentum=0.9))
         states.append(algorithm.apply(algorithm.init(jax.random.key(0)), cohort)[0])
-    federation.assert_trees_close(*(state.statistics[0].trace for state in states))
+    states.append(algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))[0])  # without stragglers
+    for state in states[1:]:
+        federation.assert_trees_close(state.statistics[0].trace, states[0].statistics[0].trace)
 
 
 def test_error_feedback_keeps_no_residual_of_colluding_attackers():
@@ -107,10 +109,15 @@ def test_error_feedback_keeps_no_residual_of_colluding_attackers():
 @pytest.mark.slow
 def test_command_line_options_clip_and_compress_ifca_and_fedmgda():
     for name in ("ifca", "fedmgda"):
-        config = RunConfig(dataset="digits", algorithm=name, clip=1.0, compressor="eden(bits=2)")
-        algorithm, sampler, *_ = build(config, Settings(execution="jit"))
-        _, info = algorithm.apply(algorithm.init(jax.random.key(0)), sampler.cohort(0))
-        assert int(info.num_aggregated) > 0
+        states, bits = [], []
+        for options in ({"clip": 0.01, "compressor": "eden(bits=2)"}, {"compressor": "eden(bits=2)"}, {}):
+            algorithm, sampler, *_ = build(RunConfig(dataset="digits", algorithm=name, **options), Settings(execution="jit"))
+            state, info = algorithm.apply(algorithm.init(jax.random.key(0)), sampler.cohort(0))
+            states.append(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(state.params)]))
+            bits.append(int(info.clients["bits_up"][0]))
+        is_clipped = np.abs(states[0] - states[1]).max() > 1e-3
+        assert is_clipped == (name == "ifca")  # FedMGDA normalizes the updates afterwards.
+        assert bits[0] == bits[1] < bits[2] / 8
 
 
 def test_an_algorithm_without_a_model_is_evaluated_with_downlink_memory():
@@ -136,8 +143,32 @@ def test_auxiliary_numbers_are_not_clipped_with_the_update():
     assert info.clients["bits_up"].tolist() == [32 * (3 * 4 + 4 + 1)]
 
 
+@pytest.mark.first(1)
+@pytest.mark.parametrize(
+    ("aggregator", "attack"),
+    [
+        (aggregators.Clipped(0.01), attacks.SignFlip(2.0)),
+        (aggregators.Compressed(compressors.Eden(bits=1)), None),
+        (aggregators.Compressed(compressors.TopK(fraction=0.3, per_tensor=False)), None),
+    ],
+)
+def test_heterofl_of_whole_networks_is_fedavg_whatever_is_sent(aggregator, attack):
+    """The shares that HeteroFL's server divides by are neither attacked nor clipped nor compressed."""
+    cohort = federation.cohort()
+    if attack is not None:
+        cohort = dataclasses.replace(cohort, attack=attack, attackers=np.arange(8) % 3 == 0)
+    results = []
+    for cls, options in ((fedsim.algorithms.FedAvg, {}), (fedsim.algorithms.HeteroFL, {"widths": (1.0,)})):
+        algorithm = make(cls, aggregator=aggregator, **options)
+        state, info = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+        results.append((federation.plain(state.params), info.clients["bits_up"]))
+    (expected, bits), (found, with_share) = results
+    federation.assert_trees_close(found, expected)
+    assert with_share.tolist() == np.where(np.asarray(bits) > 0, np.asarray(bits) + 32, 0).tolist()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qfedavg", "fednova", "adaptivefedprox"])
+@pytest.mark.parametrize("name", ["qfedavg", "fednova", "adaptivefedprox", "heterofl"])
 @pytest.mark.parametrize("attack", [attacks.SignFlip(), attacks.ALittleIsEnough()])
 def test_compression_and_attacks_do_not_change_auxiliary_numbers(name, attack):
     """Auxiliary numbers include divisors, so dropping one or changing its sign would break the update."""

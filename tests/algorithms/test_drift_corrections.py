@@ -1,11 +1,26 @@
 """FedExP, FedCM, FedDC, FedSAM and Scaffnew: agreement with rounds in float64, written from the papers, and fixed points."""
 
+import dataclasses
+
 import federation
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from linear_models import BATCHES, RATE, assert_close, assert_differ, clients, cohorts, gradient, on_quadratics, run, settings
+from linear_models import (
+    BATCHES,
+    RATE,
+    assert_close,
+    assert_differ,
+    clients,
+    cohorts,
+    gradient,
+    on_quadratics,
+    run,
+    settings,
+    theta,
+)
 
 import fedsim
 from fedsim.algorithms import FedAvg, FedCM, FedDC, FedExP, FedSAM, Scaffnew
@@ -14,10 +29,16 @@ POPULATION = np.count_nonzero(federation.data().sizes)
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(("weighting", "epsilon"), [("examples", 0.001), ("uniform", 0.5)])
-def test_fedexp_follows_algorithm_1(weighting, epsilon):
-    """Small clients whose updates differ make the step longer than 1; a large epsilon keeps it at 1."""
-    start, end, _ = run(FedExP(epsilon=epsilon, weighting=weighting, **settings()), cohorts())
+@pytest.mark.parametrize(
+    ("weighting", "epsilon", "clip"), [("examples", 0.001, np.inf), ("uniform", 0.5, np.inf), ("uniform", 1e-4, 0.1)]
+)
+def test_fedexp_follows_algorithm_1(weighting, epsilon, clip):
+    """Small clients whose updates differ make the step longer than 1; a large epsilon keeps it at 1.
+
+    If updates are clipped, the equation is that of the clipped ones.
+    """
+    aggregator = fedsim.aggregators.Mean() if clip == np.inf else fedsim.aggregators.Clipped(clip)
+    start, end, _ = run(FedExP(epsilon=epsilon, weighting=weighting, aggregator=aggregator, **settings()), cohorts())
     x, rates = start, []
     for cohort in cohorts():
         deltas, weights = [], []
@@ -25,7 +46,7 @@ def test_fedexp_follows_algorithm_1(weighting, epsilon):
             y = x
             for batch in batches:
                 y = y - RATE * gradient(y, *batch)
-            deltas.append(x - y)
+            deltas.append((x - y) * min(1, clip / np.linalg.norm(x - y)))
             weights.append(len(everything[1]) if weighting == "examples" else 1)
         mean = np.average(deltas, axis=0, weights=weights)
         squares = np.average([np.sum(delta**2) for delta in deltas], weights=weights)
@@ -33,6 +54,17 @@ def test_fedexp_follows_algorithm_1(weighting, epsilon):
         x = x - rates[-1] * mean
     assert_close(end, x)
     assert (max(rates) > 1.1) == (epsilon < 0.1)
+
+
+def test_fedexp_takes_a_single_update_as_it_arrives():
+    """Of one client, η_g is 1, whatever it sends: here an attacker's update, which is clipped."""
+    population = federation.data(sizes=(9,))
+    attack = {"attack": fedsim.attacks.SignFlip(100.0), "attackers": np.array([True])}
+    algorithm = FedExP(epsilon=1e-6, aggregator=fedsim.aggregators.Clipped(0.01), **settings())
+    start = algorithm.init(jax.random.key(1))
+    state, info = algorithm.apply(start, dataclasses.replace(federation.cohort(population), **attack))
+    assert np.linalg.norm(theta(state) - theta(start)) == pytest.approx(0.01, rel=1e-4)
+    assert info.clients["bits_up"].tolist() == [32 * (3 * 4 + 4 + 1)]
 
 
 @pytest.mark.first(1)
@@ -55,6 +87,15 @@ def test_fedcm_follows_algorithm_1(weighting):
     assert_close(end, x)
     linear = state.momentum["linear"]
     assert_close(np.concatenate([linear["w"], linear["b"][None]]), momentum)
+
+
+def test_fedcm_keeps_its_mean_gradient_in_a_round_at_learning_rate_zero():
+    algorithm = FedCM(**settings(client_optimizer=lambda round: optax.sgd(jnp.where(round == 1, 0.0, RATE))))
+    first, _ = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort())
+    second, _ = algorithm.apply(first, federation.cohort(round=1))
+    federation.assert_trees_close(second.momentum, first.momentum)
+    federation.assert_trees_equal(jax.device_get(second.params), jax.device_get(first.params))
+    assert np.abs(np.asarray(first.momentum["linear"]["w"])).max() > 1e-2
 
 
 def test_fedcm_with_alpha_one_is_fedavg():

@@ -1,5 +1,7 @@
 """Fair algorithms: agreement with rounds in NumPy with float64, written from the papers, and special cases."""
 
+import dataclasses
+
 import federation
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import scipy.optimize
 import fedsim
 from fedsim import algorithms
 from fedsim.aggregators._min_norm import _minimize_norm
+from fedsim.algorithms._domains import exponentiated
 
 RATE = 0.3
 BATCHES = fedsim.Batches(size=4, epochs=2)
@@ -190,6 +193,46 @@ def test_agnostic_fedavg_follows_the_papers(window, update):
         weights, counts = weights / weights.sum(), [*counts[1:], seen]
         np.testing.assert_allclose(state.weights, weights, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(state.counts, counts)
+
+
+@pytest.mark.parametrize(
+    ("weights", "step", "present"),
+    [
+        ([0.5, 0.5, 0.0], [0.0, 1.0, 200.0], [True, True, True]),
+        ([0.25, 0.25, 0.5], [-300.0, -301.0, 9.0], [True, True, False]),
+        ([0.0, 1.0, 0.0], [200.0, 1.0, 0.0], [True, False, False]),
+    ],
+    ids=["beside a domain of weight 0", "steps far below 0", "only a domain of weight 0"],
+)
+def test_the_exponentiated_update_keeps_the_sum_of_weights(weights, step, present):
+    weights, step, present = np.array(weights), np.array(step), np.array(present)
+    moves = present & (weights > 0)
+    expected = weights.copy()
+    if moves.any():
+        powers = weights[moves] * np.exp(step[moves] - step[moves].max())
+        expected[moves] = powers / powers.sum() * weights[moves].sum()
+    found = exponentiated(*(jnp.asarray(x, jnp.float32) for x in (weights, step)), jnp.asarray(present))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_agnostic_fedavg_divides_by_weights_that_are_not_attacked_or_clipped():
+    """The only client is an attacker, whose movement, times its weight β, is clipped; β and the losses of domains are not."""
+    population = federation.data(sizes=(20,))
+    clipped = fedsim.aggregators.Clipped(0.01, inner=fedsim.aggregators.Sum())
+    algorithm = algorithms.AgnosticFedAvg(num_domains=4, domain="y", aggregator=clipped, **settings())
+    cohort = federation.cohort(population)
+    attacked = dataclasses.replace(cohort, attack=fedsim.attacks.SignFlip(), attackers=np.array([True]))
+    start = algorithm.init(jax.random.key(1))
+    state, _ = algorithm.apply(start, attacked)
+    ((_, dataset, key),) = cohort
+    w, beta = stacked(start), 20 / 4
+    movement = trained(w, dataset, key) - w
+    np.testing.assert_allclose(stacked(state) - w, -0.01 / beta * movement / np.linalg.norm(movement), rtol=1e-3, atol=1e-7)
+    counts = np.bincount(dataset["y"], minlength=4)
+    losses = np.bincount(dataset["y"], weights=loss_and_gradient(w, dataset["x"], dataset["y"])[2], minlength=4)
+    powers = np.exp(0.1 * losses / counts)
+    np.testing.assert_allclose(state.weights, powers / powers.sum(), rtol=1e-5)
+    assert state.counts.tolist() == [counts.tolist()] and counts.min() > 0
 
 
 @pytest.mark.slow

@@ -166,6 +166,15 @@ def test_a_loss_that_is_no_function_of_probabilities_is_refused():
         make(FedEM, model=classifier(of_each_class))
 
 
+def test_a_mixture_of_models_with_running_statistics_is_refused():
+    """They would never be updated."""
+    model = fedsim.models.resnet8(norm="batch")
+    with pytest.raises(ValueError, match="Expected a component without running statistics, .* got a model with running stat"):
+        fedsim.MixtureModel.of(model, 2)
+    with pytest.raises(ValueError, match="FedEM takes no model with running statistics: .*; use a model without"):
+        make(FedEM, model=model)
+
+
 @pytest.mark.parametrize("loss", [fedsim.metrics.cross_entropy, smoothed])
 def test_a_mixture_of_one_component_has_its_loss(loss):
     model, data = classifier(loss), federation.data()

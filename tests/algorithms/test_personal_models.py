@@ -212,6 +212,19 @@ def test_heterofl_follows_algorithm_1():
     assert set(np.asarray(info.clients["num_parameters"]).tolist()) <= {44, 3 * 3 + 3 + 3 * 4 + 4, 0}
 
 
+def test_sub_networks_have_as_many_units_as_the_decimal_width_says():
+    """In floating point, 0.55 * 200 is slightly above 110."""
+
+    def network(examples):
+        hidden = hk.Linear(200)(examples["x"])
+        return hk.Linear(federation.NUM_CLASSES)(jax.nn.relu(hidden))
+
+    model = fedsim.Model.from_haiku(hk.transform(network), features=federation.FEATURES, num_classes=federation.NUM_CLASSES)
+    algorithm = make(algorithms.HeteroFL, model=model, widths=(0.55, 1e-6))
+    params = model.init(jax.random.key(0))
+    assert [int(algorithm.masks(params, level)["linear"]["b"].sum()) for level in (0, 1)] == [110, 1]
+
+
 def test_heterofl_refuses_noise_that_it_would_divide():
     noise = fedsim.aggregators.GaussianMechanism(1.0, clip=1.0, denominator=4)
     with pytest.raises(ValueError, match="^Expected an aggregator without noise with HeteroFL, got GaussianMechanism: "):
@@ -251,8 +264,9 @@ def test_fedbn_needs_a_normalization():
 @pytest.mark.first(1)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9, 1.0])
 def test_fedrep_follows_algorithm_1(fraction):
-    """The optimizer has momentum. Each half has its own momentum, from its own steps."""
-    algorithm = make(algorithms.FedRep, head_fraction=fraction, client_optimizer=optax.sgd(RATE, momentum=0.5))
+    """The optimizer has momentum. Each half has its own momentum, from its own steps, and its own rate."""
+    optimizer = fedsim.transfer.with_rates(optax.sgd(RATE, momentum=0.5), {"linear/*": 0.6, "linear_1/*": 0.9})
+    algorithm = make(algorithms.FedRep, head_fraction=fraction, client_optimizer=optimizer)
     shared = algorithm.broadcast(algorithm.init(jax.random.key(1)))
     first = jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.client_memory(shared))
     heads = {}
@@ -262,9 +276,9 @@ def test_fedrep_follows_algorithm_1(fraction):
         batches = list(real_examples(dataset, key))
         velocity = plus(params, -1, params)
         for step, (x, y) in enumerate(batches):
-            half = "linear_1" if step < int(fraction * len(batches) + 1e-6) else "linear"
+            half, rate = ("linear_1", 0.9) if step < int(fraction * len(batches) + 1e-6) else ("linear", 0.6)
             velocity[half] = plus(numpy_gradient(params, x, y)[half], 0.5, velocity[half])
-            params = params | {half: plus(params[half], -RATE, velocity[half])}
+            params = params | {half: plus(params[half], -RATE * rate, velocity[half])}
         heads[client_id] = {"linear_1": params["linear_1"]}
         return {"linear": params["linear"]}
 

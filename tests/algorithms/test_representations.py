@@ -1,5 +1,7 @@
 """MOON, FedProto and FedDistill: agreement with rounds in float64, written from the papers, and models of other forms."""
 
+import dataclasses
+
 import federation
 import haiku as hk
 import jax
@@ -110,6 +112,20 @@ def test_fedproto_and_feddistill_follow_algorithm_1(cls, features, pull_of):
     np.testing.assert_array_equal(np.flatnonzero(state.server.known), sorted(means))
     for label, expected in means.items():
         np.testing.assert_allclose(state.params[label], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("cls", "features"), [(FedProto, 5), (FedDistill, 4)])
+def test_prototypes_are_what_is_sent_of_them_divided_by_counts_that_are_not_changed(cls, features):
+    """The only client is an attacker, whose sums of features are clipped."""
+    population = federation.data(sizes=(9,))
+    cohort = dataclasses.replace(federation.cohort(population), attack=fedsim.attacks.SignFlip(), attackers=np.array([True]))
+    algorithm = make(cls, aggregator=fedsim.aggregators.Clipped(0.01))
+    state, info = algorithm.apply(algorithm.init(jax.random.key(1)), cohort)
+    counts = np.bincount(population.columns["y"], minlength=4)
+    assert np.linalg.norm(counts[:, None] * np.asarray(state.params)) == pytest.approx(0.01, rel=1e-4)
+    np.testing.assert_array_equal(state.server.known, counts > 0)
+    assert info.clients["bits_up"].tolist() == [32 * (4 * features + 4)]
 
 
 def with_features(named):

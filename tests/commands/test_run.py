@@ -419,3 +419,10 @@ def test_a_description_is_that_of_the_nearest_class_that_has_one():
     assert _documentation(algorithm, "mu") != f"The field mu of {algorithm.__name__}."
     assert _documentation(algorithm, "server_learning_rate") == "Learning rate of the server."
     assert _documentation(algorithm, "nowhere") == "The field nowhere of FedProx."
+
+
+@pytest.mark.parametrize("command", [["plan"], ["privacy", "--dp-noise", "1", "--dp-delta", "1e-5", "--dp-clip", "1"]])
+@pytest.mark.parametrize("several", [["--clients", "10,20"], ["--seeds", "2"]])
+def test_commands_about_one_run_refuse_several(command, several, capsys):
+    assert main([*command, "--model", "digits_logistic", *several]) == 2
+    assert "Expected the options of a single run" in capsys.readouterr().err

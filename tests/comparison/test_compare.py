@@ -8,12 +8,13 @@ import io
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from recorded_runs import groups, recorded, write_run
 
-from fedsim.comparison import Cost, compare, edge_of_grid, read_runs, runs_table
+from fedsim.comparison import Cost, RecordedRun, compare, edge_of_grid, read_runs, runs_table
 from fedsim.comparison._result import latex_escaped
 
 
@@ -275,3 +276,13 @@ def test_runs_are_found_once_and_in_the_order_of_numbers(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="in which no folder has a config.json"):
         read_runs(tmp_path / "empty")
+
+
+def test_the_metric_is_one_that_all_runs_have():
+    def recorded(name, seed):
+        last = {"round": 1, "test_accuracy": 0.8 + seed / 100} | ({"test_personal_accuracy": 0.9} if name == "ditto" else {})
+        return RecordedRun(folder=Path(f"{name}{seed}"), fields={"algorithm": name}, seed=seed, rounds=1, history=[last])
+
+    compared = compare([recorded(name, seed) for name in ("fedavg", "ditto") for seed in range(3)])
+    assert compared.metric == "test_accuracy" and len(compared.settings) == 2
+    assert compare([recorded("ditto", seed) for seed in range(3)]).metric == "test_personal_accuracy"

@@ -86,6 +86,7 @@ def test_cohorts_have_attackers_and_stragglers():
         (dict(attack="sing_flip"), "There is no attack 'sing_flip'. Did you mean 'sign_flip'"),
         (dict(attack="sign_flip", attackers=1.5), "attackers=1.5"),
         (dict(stragglers=0.5, epochs=1), "epochs"),
+        (dict(stragglers=0.5, epochs=2, algorithm="adpsgd"), "without a clock in Stragglers, got FinishingNodes"),
         (
             dict(algorithm=f"{EXAMPLES}/python_loop.py:WeightTransfer", clip=1.0),
             "aggregates updates in its own way and takes no clip",

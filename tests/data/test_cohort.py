@@ -52,3 +52,9 @@ def test_unknown_clients_are_refused(data):
 def test_invalid_positions_are_refused(data, clients, message):
     with pytest.raises(ValueError, match=message):
         Cohort(data, np.array(clients, np.int32), 0, rng.root(0))
+
+
+@pytest.mark.parametrize("clients", [np.array([False, True]), np.array([1.0]), np.array([2**32])])
+def test_positions_that_are_no_whole_numbers_in_range_are_refused(data, clients):
+    with pytest.raises(ValueError, match=r"np.flatnonzero\(mask\)|positions in \[0, 4\)"):
+        Cohort(data, clients, 0, rng.root(0))

@@ -248,3 +248,10 @@ def test_numbers_are_checked_for_algorithms_without_a_model_and_not_in_columns_t
         histogram.check(data)
     with pytest.raises(ValueError, match="Expected whole numbers in column 'id' that float32 has, .* 16777217 for id '2'"):
         fedsim.vertical.Party(ids=[1, 2], columns={"id": [0, 2**24 + 1]})
+
+
+def test_a_missing_client_of_pandas_is_named():
+    pandas = pytest.importorskip("pandas")
+    clients = pandas.Series(["a", pandas.NA], dtype="string")
+    with pytest.raises(ValueError, match="Row 1 has no client"):
+        FederatedData.from_arrays({"x": np.zeros(2)}, clients=clients)

@@ -368,3 +368,10 @@ print(time.perf_counter() - start, psutil.Process().memory_info().rss - before)
             return min(times)
 
         assert seconds(100_000) < 3 * seconds(1_000) + 0.002
+
+
+@pytest.mark.parametrize("name", ["audio/starts", "image/bytes", "a/b"])
+def test_a_feature_whose_name_is_that_of_a_part_is_refused(name, tmp_path):
+    data = FederatedData.from_arrays({"x": np.arange(3), name: np.arange(3)}, sizes=[3])
+    with pytest.raises(ValueError, match=f"Feature name '{name}' cannot be"):
+        data.save(tmp_path / "a.h5")

@@ -150,3 +150,9 @@ def test_a_stream_and_its_population_write_equal_files(tmp_path, rows):
         stream.save(tmp_path / "streamed.h5")
         stream.load().save(tmp_path / "saved.h5")
         assert (tmp_path / "streamed.h5").read_bytes() == (tmp_path / "saved.h5").read_bytes()
+
+
+def test_masked_values_are_refused():
+    x = np.ma.masked_equal([1.0, -9.0], -9.0)
+    with pytest.raises(ValueError, match="feature 'x' of client 'a' without masked values, got 1 of 2"):
+        ClientStream(lambda: iter([("a", {"x": x})])).load()

@@ -161,6 +161,15 @@ def test_many_clients_are_written_to_the_cache_instead(tmp_path, monkeypatch):
         assert contents(split) == contents(other) and isinstance(other.columns["x"], np.memmap)
 
 
+def test_clients_of_data_in_memory_are_not_taken_from_the_cache(tmp_path, monkeypatch):
+    """Nothing in the cache would tell data that differ from each other."""
+    monkeypatch.setattr(_chosen_clients, "_IN_MEMORY", 0)
+    for value in (1, 2):
+        data = FederatedData.from_arrays({"x": np.full(6, value, np.int32)}, sizes=[2] * 3)
+        chosen = _chosen_clients.choose_clients("mine", {"train": data}, 2, 0, tmp_path)["train"]
+        assert chosen.num_clients == 2 and np.asarray(chosen.columns["x"]).tolist() == [value] * 4
+
+
 def resident_bytes(path):
     """Returns how many bytes of a mapped file are in this process's memory, as the kernel reports it."""
     maps = Path("/proc/self/smaps").read_text()

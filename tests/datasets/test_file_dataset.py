@@ -1,5 +1,7 @@
 """Tests of datasets from files of the user's own."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -158,6 +160,7 @@ def test_arrays_keep_their_shapes_and_whole_numbers(tmp_path):
             "no classes, because 'price' has none, got partition='shards'",
         ),
         ({"alpha": 0.1}, "no option 'alpha' without a partition"),
+        ({"clients": 3}, "no option 'clients' without a partition: leave it out"),
         ({"features": "band"}, r"has 'band', the label or client"),
         ({"test_fraction": 0.01}, "no examples are left for test, because the 6 clients have 20.0 on average"),
     ],
@@ -190,6 +193,17 @@ def test_rows_without_a_value_are_dropped_on_request(tmp_path):
     with pytest.warns(UserWarning, match="a.csv: dropped 2 of 22 rows, which lack a value"):
         splits = datasets.load(f"{tmp_path}/a.csv", client="user", missing="drop")
     assert (splits.train.sizes + splits.test.sizes).tolist() == [10, 10]
+
+
+def test_a_file_with_a_test_part_of_its_own_takes_no_other_split(tmp_path):
+    examples = [{"x": 1.0, "y": 0}, {"x": 2.0, "y": 1}]
+    lines = [json.dumps({"client_id": client, "train": examples, "test": examples}) for client in "ab"]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"has its own test part, got split='by_client' \(--split\): leave it out, or give a"):
+        datasets.load(f"{tmp_path}/a.jsonl", split="by_client")
+    splits = datasets.load(f"{tmp_path}/a.jsonl", split="by_client", test_fraction=0.5)
+    assert (splits.train.num_examples, splits.test.num_examples) == (4, 4)
+    assert set(splits.train.client_ids).isdisjoint(splits.test.client_ids)
 
 
 def test_one_client_gives_a_warning(tmp_path):

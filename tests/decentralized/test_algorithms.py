@@ -411,6 +411,43 @@ def test_what_would_have_no_effect_is_refused(name, settings, message):
         make(name, **settings)
 
 
+def test_nodes_mix_no_running_statistics_without_noise():
+    noise = decentralized.LocalNoise(1.0, norm=1.0)
+    make("DPSGD", model=normalized("client"), local_noise=noise).check(DATA)
+    with pytest.raises(ValueError, match="without running statistics with local_noise, got one with them in DPSGD.*GroupNorm"):
+        make("DPSGD", model=normalized("average"), local_noise=noise).check(DATA)
+
+
+def test_bits_of_large_messages_are_counted():
+    neighbours = decentralized.Neighbours(None, jnp.int32(0), jax.random.key(0))
+    neighbours.count(2**40)
+    assert float(neighbours.bits) == 2**40
+
+
+@pytest.mark.parametrize(
+    ("devices", "name"),
+    [
+        ({"latency": 0.5}, "latency"),
+        ({"upload_rate": fedsim.systems.LogNormal(median=1e6)}, "upload_rate"),
+        ({"availability": fedsim.systems.Traces({each: {"download_rate": 1e6} for each in DATA.client_ids})}, "download_rate"),
+    ],
+)
+def test_devices_whose_messages_take_time_are_refused_by_nodes_that_do_not_wait(devices, name):
+    with pytest.raises(ValueError, match=f"messages take no time.*got {name}="):
+        make("ADPSGD").sampler(DATA, clients=2, devices=fedsim.systems.Devices(**devices))
+
+
+def test_nodes_that_are_all_offline_for_good_end_the_run():
+    online = {each: {"online": [(0, 2.5)]} for each in DATA.client_ids}
+    devices = fedsim.systems.Devices(seconds_per_step=1.0, availability=fedsim.systems.Traces(online))
+    nodes = make("ADPSGD").sampler(DATA, clients=5, devices=devices)
+    found = [(cohort.clients.tolist(), cohort.measures["simulated_seconds"]) for cohort in nodes.rounds(3)]
+    assert found == [([0, 1, 2, 3, 4], 1.0), ([5, 0, 1, 2, 3], 2.0), ([4, 5], 2.0)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot go on after 3 rounds, because all nodes have gone offline for good"):
+            nodes.cohort(3)
+
+
 def test_few_nodes_or_none_with_data_that_do_not_wait():
     sampler = make("ADPSGD").sampler(DATA, clients=20)
     assert sampler.clients == 6 and len(sampler.cohort(0).clients) <= 6

@@ -174,6 +174,63 @@ def test_noise_is_added_to_the_clipped_movement():
     assert not np.allclose(noise[0], noise[1])
 
 
+def of_labels(loss, name="DPSGD", **changes):
+    """Returns an algorithm on a ring with another loss, a function of the algorithm's and the label of a node's examples."""
+
+    def client_loss(self, shared, params, batch):
+        return loss(cls.client_loss(self, shared, params, batch), params, batch.examples["y"][0].astype(jnp.float32))
+
+    cls = getattr(decentralized, name)
+    settings = {
+        "model": federation.model(), "client_optimizer": optax.sgd(0.3), "batches": fedsim.Batches(size=4, steps=1),
+        "topology": decentralized.ring(4), "execution": fedsim.Jit(),
+    }  # fmt: skip
+    return type(name, (cls,), {"client_loss": client_loss})(**settings | changes)
+
+
+# Four nodes, of which the first one's label is 0, and that of the others 1.
+OF_LABELS = fedsim.Cohort.of(
+    fedsim.FederatedData(DATA.columns | {"y": np.repeat(np.int32([0, 1, 1, 1]), 4)}, DATA.offsets, DATA.client_ids),
+    DATA.client_ids,
+)
+
+
+def round_of_labels(algorithm):
+    start = algorithm.init(jax.random.key(1))
+    return start, *algorithm.apply(start, OF_LABELS)
+
+
+def test_a_node_whose_training_is_not_finite_sends_its_noise():
+    """Without it, its neighbours would see that."""
+    noise = decentralized.LocalNoise(1.0, norm=1.0)
+    start, found, info = round_of_labels(of_labels(lambda loss, params, y: loss / y, local_noise=noise))
+    assert int(info["dropped"]) == 1
+    moved = np.asarray(found.models["linear"]["w"] - start.models["linear"]["w"])
+    assert moved.all() and (moved.std(axis=(1, 2)) > 0.5).all() and (moved.std(axis=(1, 2)) < 2).all()
+
+
+def test_personal_parameters_that_are_not_finite_are_not_kept():
+    algorithm = of_labels(
+        lambda loss, params, y: loss + jnp.sum(params["linear"]["b"]) / y, personal=lambda module, name: name == "b"
+    )
+    start, found, info = round_of_labels(algorithm)
+    assert int(info["dropped"]) == 1
+    before, after = (np.asarray(state.personal["linear"]["b"]) for state in (start, found))
+    np.testing.assert_array_equal(after[0], before[0])
+    assert np.isfinite(after).all() and (after[1:] != before[1:]).any(axis=1).all()
+
+
+def test_states_of_optimizers_that_are_not_finite_are_not_kept():
+    """The square of a gradient of 1e30 is infinite, with which RMSProp would never take a step again."""
+    algorithm = of_labels(
+        lambda loss, params, y: loss * jnp.where(y > 0, 1.0, 1e30), "DecentralizedDiLoCo", client_optimizer=optax.rmsprop(0.1)
+    )
+    _, found, info = round_of_labels(algorithm)
+    assert int(info["dropped"]) == 1 and found.training.step.tolist() == [0, 1, 1, 1]
+    squares = np.asarray(found.training.opt_state[0].nu["linear"]["w"])
+    assert np.isfinite(squares).all() and (squares > 0).any(axis=(1, 2)).tolist() == [False, True, True, True]
+
+
 @pytest.mark.slow
 def test_personal_parameters_are_those_of_fedper():
     model = fedsim.models.digits_dense()

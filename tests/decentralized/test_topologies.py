@@ -113,6 +113,18 @@ def test_nodes_that_agree_keep_every_bit(topology, dtype):
         np.testing.assert_array_equal(decentralized.gossip(values, topology, 50, weights), values)
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda seed: decentralized.erdos_renyi(12, probability=0.2, seed=seed),
+        lambda seed: decentralized.random_regular(12, degree=2, seed=seed),
+        lambda seed: decentralized.small_world(12, degree=2, rewiring=0.9, seed=seed),
+    ],
+)
+def test_seeds_whose_first_draw_is_not_connected_have_different_graphs(draw):
+    assert len({frozenset(map(frozenset, draw(seed).graphs[0].edges)) for seed in range(20)}) == 20
+
+
 def test_weights():
     graph = nx.star_graph(3)
     dense = {name: rule(graph).toarray() for name, rule in decentralized.WEIGHTS.items() if name != "edges"}

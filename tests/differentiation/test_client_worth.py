@@ -92,3 +92,29 @@ def test_what_has_no_weights_is_refused():
     sampler = fedsim.UniformSampler(data, clients=4, seed=0)
     with pytest.raises(ValueError, match="DPSGD, which defines no client_update"):
         differentiation.client_worth(nodes, sampler, rounds=1, objective=lambda state: 0.0)
+
+
+class Whole(fedsim.algorithms.FedAvg):
+    def weight(self, client):
+        return client.num_examples  # a whole number
+
+
+def test_weights_may_be_whole_numbers():
+    data, model = fedsim.datasets.load("digits", clients=4).train, fedsim.models.digits_logistic()
+    sampler, objective = fedsim.UniformSampler(data, clients=4, seed=0), differentiation.validation_loss(model, data)
+    worth = [
+        differentiation.client_worth(
+            cls(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20)), sampler, rounds=1,
+            objective=objective,
+        ).values
+        for cls in (fedsim.algorithms.FedAvg, Whole)
+    ]  # fmt: skip
+    assert np.abs(worth[0]).max() > 1e-4
+    np.testing.assert_allclose(worth[1], worth[0], rtol=1e-4)
+
+
+def test_weights_of_another_number_of_clients_are_refused():
+    data = fedsim.FederatedData.from_arrays({"x": np.zeros(5, np.float32)}, sizes=[1] * 5)
+    histogram = differentiation.with_client_weights(fedsim.algorithms.Histogram(bins=2), jnp.ones(3))
+    with pytest.raises(ValueError, match=r"each of the 5 clients of the population, got shape \[3\]"):
+        histogram.apply(histogram.init(jax.random.key(0)), fedsim.UniformSampler(data, clients=5, seed=0).cohort(0))

@@ -117,6 +117,15 @@ def test_validation_loss_equals_numpy(worst, monkeypatch):
     assert float(validation_loss(model, data, worst=worst)(state)) == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_worst_clients_are_as_many_as_the_decimal_fraction_says():
+    """In floating point, 0.07 * 100 is slightly above 7."""
+    data, model = federation.data(sizes=(1,) * 100), federation.model()
+    state = fedsim.algorithms.FedSGD(model=model).init(jax.random.key(0))
+    losses = fedsim.evaluate(model, state.params, data).clients["loss"].result()
+    expected = np.sort(losses)[-7:].mean()
+    assert float(validation_loss(model, data, worst=0.07)(state)) == pytest.approx(expected, rel=1e-5)
+
+
 def test_validation_loss_refuses_data_without_examples():
     with pytest.raises(ValueError, match="Expected data with examples"):
         validation_loss(federation.model(), federation.data(sizes=(0, 0)))

@@ -79,3 +79,15 @@ def test_averaging_needs_parameters():
     algorithm = Sum(batches=fedsim.Batches(size=2), averaging=0.5)
     with pytest.raises(ValueError, match="averaging=0.5 averages state.params, but the state of Sum has no params"):
         algorithm.with_memory(algorithm.init(jax.random.key(0)), federation.data())
+
+
+def test_averaging_refuses_parameters_in_half_precision():
+    model = federation.model()
+    halved = dataclasses.replace(model, init=lambda key: jax.tree.map(lambda x: x.astype("bfloat16"), model.init(key)))
+    algorithm = make(model=halved, averaging=0.9)
+    start = algorithm.init(jax.random.key(0))
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.raises(ValueError, match="averaging=0.9 needs parameters of at least float32, got bfloat16 in the state"),
+    ):
+        algorithm.apply(start, federation.cohort())

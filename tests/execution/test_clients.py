@@ -420,3 +420,40 @@ def test_a_client_with_a_weight_that_is_not_finite_does_not_count(wrong):
     state, info = one_round(lambda state, clients: clients.aggregate(work, ()))
     assert info.num_dropped == 1 and info.clients["weight"].sum() == 6
     np.testing.assert_allclose(state, np.full(8, (7 + 3 + 1 + 5 + 9 + 2) / 6), rtol=1e-6)
+
+
+def test_map_clients_takes_cohorts_whose_clients_start_in_their_round_alone():
+    data = fedsim.FederatedData.from_arrays({"x": np.zeros(6, np.float32)}, sizes=[1, 2, 3])
+    cohort = fedsim.samplers.ClusteredSampling(data, clients=2, seed=0).cohort(0)
+    assert cohort.arrivals is not None
+    sizes = fedsim.map_clients(lambda shared, client: client.num_examples, (), cohort)
+    assert sizes.tolist() == data.sizes[cohort.clients].tolist()
+    late = fedsim.data.Arrivals.of([0, 1], round=3)
+    with pytest.raises(ValueError, match="start in round 3 for map_clients"):
+        fedsim.map_clients(
+            lambda shared, client: client.num_examples, (), fedsim.Cohort(data, [0, 1], 3, cohort.key, arrivals=late)
+        )
+
+
+def test_a_population_is_used_with_and_without_x64():
+    data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.2, 0.3])}, sizes=[3])
+
+    def total(shared, client):
+        add = lambda total, batch: total + jnp.sum(batch.examples["x"], where=batch.mask)  # noqa: E731
+        return client.for_each_batch(fedsim.Batches(size=3), add, jnp.zeros((), jax.dtypes.canonicalize_dtype(float)))
+
+    cohort = fedsim.Cohort.of(data, ["0"])
+    for x64 in (False, True, False):
+        with jax.enable_x64(x64):
+            found = fedsim.map_clients(total, (), cohort)
+            assert found.dtype == (np.float64 if x64 else np.float32)
+            np.testing.assert_allclose(found, [0.6], rtol=1e-15 if x64 else 1e-6)
+
+
+def test_the_total_of_bits_may_exceed_32_bits_and_is_that_of_one_round():
+    zero = jnp.int32(0)
+    info = fedsim.RoundInfo({"bits_up": jnp.full(200, 32_000_000, jnp.uint32)}, *[zero] * 5)
+    assert float(info.total("bits_up")) == 6.4e9
+    several = jax.tree.map(lambda x: jnp.stack([x, x]), info)
+    with pytest.raises(ValueError, match="info of one round, got that of 2"):
+        several.total("bits_up")

@@ -75,3 +75,15 @@ def test_a_process_pool_gives_the_result_of_compiled_rounds(cls, pool):
             infos.append(jax.device_get(info))
         states.append((federation.plain(state), infos))
     federation.assert_trees_close(*states)
+
+
+@pytest.mark.parametrize("results", [2, 4])
+def test_a_result_too_few_or_too_many_is_refused(results):
+    data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[1, 1, 1])
+    algorithm, cohort = fedsim.algorithms.Histogram(bins=2), fedsim.Cohort.of(data, ["0", "1", "2"])
+
+    def wrong(work, shared, clients):
+        return [work(shared, client) for client in [*clients, clients[0]][:results]]
+
+    with pytest.raises(ValueError, match=f"results of 3 clients, in their order, got {results}"):
+        run_round(algorithm, algorithm.init(jax.random.key(0)), cohort, wrong)

@@ -6,6 +6,7 @@ import pytest
 
 from fedsim.commands import main
 from fedsim.experiment import bisect, load
+from fedsim.experiment._bisect import _first_difference
 
 DATA = """
 import numpy as np, fedsim
@@ -67,6 +68,14 @@ def test_runs_that_agree(run, plain, capsys):
     again = run("again")
     assert str(bisect(plain, again)).startswith("The runs agree in all 4 rounds")
     assert main(["bisect", str(plain), str(again)]) == 0 and "The runs agree" in capsys.readouterr().out
+
+
+def test_lines_are_compared_by_round():
+    one = [{"round": 1, "loss": 0.5, "seconds": 1.0}, {"round": 2, "loss": 0.4, "seconds": 1.0}, {"round": 2, "test_loss": 0.3}]
+    other = [*one[:2], {"round": 3, "loss": 0.3, "seconds": 1.0}]
+    assert _first_difference(one, other) is None
+    assert _first_difference(one, [one[0], {**one[1], "loss": 0.41}, one[2]]) == 2
+    assert _first_difference(one, [*one[:2], {"round": 2, "test_loss": 0.31}]) == 2
 
 
 @pytest.mark.slow

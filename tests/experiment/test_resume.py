@@ -394,11 +394,15 @@ def test_after_a_signal_the_run_saves_and_prints_how_to_resume(arguments, unbrok
 def test_a_second_ctrl_c_aborts_at_once(arguments, tmp_path):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore the signal
 
+    lines = []
+
     def send_signal(line, state):
+        lines.append(line)
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         run(**arguments, folder=tmp_path / "r", callbacks=[send_signal], rounds_per_dispatch=2)
+    assert len(lines) == 2
 
 
 def test_config_json_records_versions_and_settings(arguments, tmp_path):

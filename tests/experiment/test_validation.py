@@ -173,3 +173,35 @@ def test_what_cannot_be_right_is_refused(tmp_path):
     assert build(own, Settings()).validation_data.num_clients == 4
     with pytest.raises(ValueError, match="has validation data of its own"):
         build(dataclasses.replace(own, validation="0.1"), Settings())
+
+
+def test_a_run_does_not_continue_with_other_validation_data(tmp_path):
+    made = build(CONFIG, Settings())
+
+    def train(validation_data, rounds_before_stop):
+        stop = lambda line, state: "stop" if line["round"] >= rounds_before_stop else None  # noqa: E731
+        return experiment.run(
+            made.algorithm, made.sampler, rounds=4, evaluate_every=2, folder=tmp_path / "run", progress=False,
+            validation_data=validation_data, callbacks=[stop],
+        )  # fmt: skip
+
+    train(made.validation_data, 2)
+    with pytest.raises(ValueError, match="validation population"):
+        train(made.test_data, 4)
+    assert train(made.validation_data, 4).round == 4
+
+
+def test_the_best_checkpoint_of_a_run_that_gets_more_rounds_is_that_of_the_longer_run(tmp_path):
+    settings = Settings(folder=str(tmp_path / "run"), checkpoint_every=100)
+    config = RunConfig(model="digits_logistic", clients=2, evaluate_every=2, rounds=5)
+
+    def train(config, scores):
+        scores = iter(scores)
+        built = build(config, settings)
+        run_experiment(built, config, settings, progress=False, evaluate=lambda state: {"accuracy": next(scores)})
+
+    train(config, [0.5, 0.8, 0.9])
+    assert experiment.saved_round(tmp_path / "run", "best") == 5
+    sweeps.change_rounds(tmp_path / "run", 10, settings)
+    train(dataclasses.replace(config, rounds=10), [0.1, 0.2, 0.3])
+    assert experiment.saved_round(tmp_path / "run", "best") == 4

@@ -90,6 +90,15 @@ def test_images_in_folders_have_the_names_of_the_folders_as_columns(tmp_path):
         read_rows(tmp_path)
 
 
+@pytest.mark.parametrize(("mode", "suffix"), [("I;16", "png"), ("I", "tif"), ("F", "tif")])
+def test_images_with_more_than_8_bits_per_channel_are_refused(tmp_path, mode, suffix):
+    Image = pytest.importorskip("PIL.Image")
+    (tmp_path / "cat").mkdir()
+    Image.new(mode, (3, 2), 300).save(tmp_path / "cat" / f"1.{suffix}")
+    with pytest.raises(FormatError, match=rf"1.{suffix} has more than 8 bits per channel .*mode [IF].*\.npz"):
+        read_rows(tmp_path)
+
+
 def test_images_in_a_table_are_those_of_hugging_face(tmp_path):
     datasets, Image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
     pixels = np.random.default_rng(0).integers(0, 256, [3, 4, 5], np.uint8)
@@ -121,6 +130,18 @@ def test_ids_are_read_as_text_on_request(tmp_path):
     (tmp_path / "a.csv").write_text("user,x\n07,1\n7,2\n")
     assert read_rows(tmp_path / "a.csv", text_columns=["user"]).columns["user"].tolist() == ["07", "7"]
     assert read_rows(tmp_path / "a.csv").columns["user"].tolist() == [7, 7]
+
+
+def test_whole_numbers_that_are_ids_are_not_rounded_where_one_is_missing(tmp_path):
+    ids = [2**53, 2**53 + 1, None, 7]
+    table = pd.DataFrame({"user": pd.array(ids, "Int64"), "x": pd.array(ids, "Int64")})
+    table.to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"user": id, "x": id}) + "\n" for id in ids))
+    for name in ("a.parquet", "a.jsonl"):
+        rows = read_rows(tmp_path / name, text_columns=["user"])
+        assert rows.columns["user"].tolist() == ["9007199254740992", "9007199254740993", "", "7"]
+        assert rows.columns["x"].dtype == np.float64
+        assert all(rows.missing[column].tolist() == [False, False, True, False] for column in table)
 
 
 def test_a_type_that_is_no_feature_is_reported_and_not_read(tmp_path):

@@ -165,3 +165,13 @@ def test_sparse_equals_dense():
     sparse = metrics.Sparse.of(index, (2, 3), weights)
     assert sparse.dense().tolist() == [[[1, 0, 0], [5, 0, 0]], [[0, 0, 0], [0, 0, 4]]]
     assert metrics.Sparse.of(jnp.array([1, 9]), (2,), jnp.array([2, 2])).dense().tolist() == [[0, 2], [0, 0]]
+
+
+def test_outputs_that_are_not_a_number_are_no_prediction():
+    examples, outputs = {"y": jnp.array([0, 1])}, jnp.array([[jnp.nan, 0.0], [0.0, 1.0]])
+    assert metrics.accuracy(examples, outputs).total.tolist() == [0, 1]
+    assert metrics.ConfusionMatrix()(examples, outputs).total.dense().sum(0).tolist() == [[0, 0], [0, 1]]
+    f1 = jax.tree.map(lambda x: x.sum(0), metrics.F1("micro")(examples, outputs).correct.dense())
+    assert f1.tolist() == [0, 1]
+    tokens = metrics.TokenAccuracy()({"y": jnp.array([[1, 1]])}, jnp.array([[[jnp.nan, 5.0], [0.0, 5.0]]]))
+    assert tokens.total.tolist() == [1]

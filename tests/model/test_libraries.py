@@ -215,6 +215,28 @@ def test_dropout_draws_from_the_key_of_the_step_and_in_training_only(library):
     assert len({*map(tuple, model.outputs(params, batch()._replace(examples=equal)).tolist())}) > 1  # a draw for each example
 
 
+def test_streams_of_stacked_layers_of_nnx_have_a_key_each():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            @nnx.split_rngs(splits=5)
+            @nnx.vmap
+            def stacked(rngs):
+                return nnx.Dropout(0.5, rngs=rngs)
+
+            self.layers = stacked(rngs)
+
+        def __call__(self, x):
+            return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None), out_axes=1)(self.layers, x)
+
+    model, x = Model.from_nnx(Net, features=FEATURES), {"x": jnp.ones([8, 3])}
+    one, again, other = (np.asarray(model.apply_for_train({}, x, jax.random.key(seed))) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    assert (one != other).any() and {*one.flat} == {0.0, 2.0}
+    assert all((one[:, layer] != one[:, 0]).any() for layer in range(1, 5))
+
+
 @pytest.mark.parametrize("name", IMPORTS)
 def test_several_inputs_and_outputs_that_are_dicts(name):
     """The outputs of x and z are a dict, of which the loss reads the logits."""
@@ -278,6 +300,63 @@ def test_state_of_haiku_is_refused_by_name():
     network = hk.transform_with_state(lambda examples: hk.BatchNorm(True, True, 0.9)(examples["x"], is_training=True))
     with pytest.raises(ValueError, match="got batch_norm/~/mean_ema/counter of dtype int32: use fedsim.models.BatchNorm"):
         Model.from_haiku(network, features=FEATURES)
+
+
+def haiku_with_one_name_twice():
+    def network(examples):
+        return examples["x"] @ hk.get_parameter("w", [3, CLASSES], init=jnp.ones) + hk.get_state("w", [1], init=jnp.zeros)
+
+    return Model.from_haiku(hk.transform_with_state(network), features=FEATURES)
+
+
+def linen_with_one_name_twice():
+    nn = pytest.importorskip("flax.linen")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.ones, (3, CLASSES))
+            return x @ w + self.variable("seen", "w", jnp.zeros, (1,)).value
+
+    return Model.from_flax(Net(), features=FEATURES)
+
+
+def keras_with_one_name_twice():
+    keras = pytest.importorskip("keras")
+
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__(name="net")
+            self.one, self.other = (keras.layers.Dense(3, name="same") for _ in range(2))
+
+        def call(self, x):
+            return self.other(self.one(x))
+
+    return Model.from_keras(Net, features=FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (haiku_with_one_name_twice, "got two variables ~/w: rename"),
+        (linen_with_one_name_twice, "got two variables w: rename"),
+        (keras_with_one_name_twice, "got net/same/(kernel|bias) twice: give layers different names"),
+    ],
+    ids=["haiku", "flax", "keras"],
+)
+def test_variables_with_one_name_are_refused(make, message):
+    """They would have one value."""
+    with pytest.raises(ValueError, match=f"different names, {message}"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("statistics", "message"),
+    [("frozen", "for a network without state, got statistics='frozen': leave"), ("mean", "or 'frozen', got statistics='mean'")],
+)
+def test_statistics_of_a_network_without_state_are_refused(statistics, message):
+    with pytest.raises(ValueError, match=message):
+        Model.from_haiku(hk.transform(in_haiku), features=FEATURES, inputs="x", statistics=statistics)
 
 
 @pytest.mark.parametrize("name", ["flax", "nnx", "equinox", "keras", "haiku"])

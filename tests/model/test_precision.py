@@ -97,6 +97,21 @@ def test_the_scale_of_the_loss_saves_small_gradients_in_float16(scale, right):
     assert half.train_loss(jnp.ones(2), batch) == pytest.approx(float(model.train_loss(jnp.ones(2), batch)), rel=2e-3)
 
 
+def test_integers_among_the_outputs_have_no_gradient():
+    def apply(w, x):
+        logits = x @ w
+        return {"logits": logits, "top": jnp.argmax(logits, axis=1)}
+
+    model = Model.from_functions(
+        lambda key: jnp.ones([3, 4]), apply, features=FEATURES,
+        loss=lambda examples, outputs: fedsim.metrics.cross_entropy(examples, outputs["logits"]),
+    )  # fmt: skip
+    batch, half = batch_for(model, 6), model.with_precision("float16")
+    gradient, expected = (jax.grad(each.train_loss)(jnp.ones([3, 4]), batch) for each in (half, model))
+    np.testing.assert_allclose(gradient, expected, rtol=2**-8, atol=2**-10)
+    assert half.apply_for_eval(jnp.ones([3, 4]), batch.examples)["top"].dtype == jnp.int32
+
+
 def test_a_round_in_half_precision_is_close_to_one_in_single():
     updates = []
     for model in (federation.model(), federation.model().with_precision("bfloat16")):

@@ -360,6 +360,64 @@ def test_frozen_statistics_of_a_subclass_of_linens_normalization_are_refused(dat
         model.apply_for_train(model.init_whole(jax.random.key(0)), {"x": data.columns["x"]}, jax.random.key(0))
 
 
+@pytest.mark.parametrize("name", ["nnx", "equinox"])
+def test_frozen_statistics_normalize_in_training_too_whatever_a_call_says(name, data):
+    """As in modules that were written for Linen, calls say how to normalize."""
+    module = pytest.importorskip(IMPORTS[name])
+    flags = {"train_kwargs": {"train": True}, "eval_kwargs": {"train": False}}
+    if name == "nnx":
+
+        class Net(module.Module):
+            def __init__(self, rngs):
+                self.norm = module.BatchNorm(4, rngs=rngs)
+
+            def __call__(self, x, train):
+                return self.norm(self.norm(x, use_running_average=not train), not train)
+
+        model = Model.from_nnx(Net, features=FEATURES, statistics="frozen", **flags)
+    else:
+
+        class Net(module.Module):
+            norm: module.nn.BatchNorm
+
+            def __init__(self, key):
+                self.norm = module.nn.BatchNorm(4, "batch", mode="batch")
+
+            def __call__(self, x, state, train):
+                return self.norm(x, state, inference=not train)
+
+        make = module.nn.make_with_state(Net)
+        model = Model.from_equinox(lambda key: make(key), features=FEATURES, statistics="frozen", **flags)
+    whole, examples = model.init_whole(jax.random.key(0)), {"x": 3 * data.columns["x"] + 1}
+    assert_close(model.apply_for_train(whole, examples, jax.random.key(0)), model.apply_for_eval(whole, examples))
+
+
+def test_equinox_layers_that_are_made_for_inference_stay_so_in_training(data):
+    eqx = pytest.importorskip("equinox")
+
+    class Net(eqx.Module):
+        norm: eqx.nn.BatchNorm
+        dropout: eqx.nn.Dropout
+
+        def __init__(self, key):
+            self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch", inference=True)
+            self.dropout = eqx.nn.Dropout(0.5, inference=True)
+
+        def __call__(self, x, state, *, key=None):
+            x, state = self.norm(x, state)
+            return self.dropout(x, key=key), state
+
+    make = eqx.nn.make_with_state(Net)
+    model = Model.from_equinox(lambda key: make(key), features=FEATURES)
+    whole, examples = model.init_whole(jax.random.key(0)), {"x": data.columns["x"]}
+    whole = jax.tree.map(lambda role, x: x + 0.5 if role == "statistics" else x, model.roles, whole)  # a share of 1/2
+    outputs, after = model.network.train(whole, examples, jax.random.key(0))
+    assert_close(outputs, model.apply_for_eval(whole, examples))
+    before = jax.tree.map(lambda role, x: x if role == "statistics" else None, model.roles, whole)
+    assert len(jax.tree.leaves(before)) == 3
+    assert_close(after, before)
+
+
 def check_frozen(model, data):
     """Training and evaluation have the same outputs, and a round changes all parameters and no statistics."""
     algorithm, examples = fedavg(model, PARTIAL), {"x": data.columns["x"], "y": data.columns["y"]}

@@ -9,6 +9,8 @@ import pytest
 import safetensors.numpy
 
 import fedsim
+from fedsim.experiment._checkpoint import to_leaves
+from fedsim.saved_arrays import write_arrays
 
 DENSE = {"linear/w": (64, 128), "linear/b": (128,), "linear_1/w": (128, 64), "linear_1/b": (64,), "linear_2/w": (64, 10)}
 DENSE["linear_2/b"] = (10,)
@@ -42,6 +44,29 @@ def test_files_are_read(arrays, tmp_path, kind):
     model = dense().starting_from(fedsim.read_params(path))
     assert_equal(model.init(jax.random.key(3)), arrays)
     assert fedsim.transfer.module_names(model) == fedsim.transfer.module_names(dense())
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_files_have_the_shapes_of_the_parameters(tmp_path, suffix):
+    """A scalar, and an array whose rows are not adjacent in memory."""
+    params = {"scale": jnp.float32(2), "w": np.arange(6, dtype=np.float32).reshape(2, 3).T}
+    fedsim.write_params(tmp_path / f"a.{suffix}", params)
+    read = fedsim.read_params(tmp_path / f"a.{suffix}")
+    assert {name: array.shape for name, array in read.items()} == {"scale": (), "w": (3, 2)}
+    assert read["scale"] == 2 and read["w"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_parameters_that_are_one_array_are_read_from_a_run(tmp_path):
+    features = {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.float32)}
+    model = fedsim.Model.from_functions(
+        lambda key: jax.random.normal(key, (2,)), lambda w, x: x @ w, features=features, loss=fedsim.metrics.squared_error
+    )
+    state = fedsim.algorithms.FedAvg(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2)).init(
+        jax.random.key(0)
+    )
+    write_arrays(tmp_path / "state", to_leaves(state))
+    start = model.starting_from(fedsim.read_params(tmp_path / "state"))
+    np.testing.assert_array_equal(start.init(jax.random.key(1)), state.params)
 
 
 def test_half_precision_of_a_file_is_read_exactly(arrays, tmp_path):

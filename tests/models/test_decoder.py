@@ -131,6 +131,34 @@ def test_a_round_of_a_divided_model_is_that_of_one_device():
             np.testing.assert_allclose(ours, theirs, atol=2e-4)
 
 
+GPT2 = {"model_type": "gpt2", "vocab_size": 30, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 8}
+GPT2 |= {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
+LLAMA = {"model_type": "llama", "vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"intermediate_size": 24, "rms_norm_eps": 1e-6, "max_position_embeddings": 8}
+
+
+def test_configurations_without_entries_that_have_defaults():
+    """GPT-2's published ones have no n_inner, and those of the first Llama no num_key_value_heads."""
+    gpt2, llama = (jax.eval_shape(models.decoder_of(each, length=8).init, jax.random.key(0)) for each in (GPT2, LLAMA))
+    assert gpt2["layers/up"]["w"].shape == (2, 16, 64) and llama["layers/key"]["w"].shape == (2, 16, 16)
+
+
+def test_names_of_gpt2_may_have_a_prefix():
+    """The published files have none."""
+    draw = np.random.default_rng(0)
+    shapes = {"attn.c_attn": (16, 48), "attn.c_proj": (16, 16), "mlp.c_fc": (16, 64), "mlp.c_proj": (64, 16)}
+    tensors = {name: draw.normal(size=shape) for name, shape in {"wte.weight": (30, 16), "wpe.weight": (8, 16)}.items()}
+    names = ["ln_f", *(f"h.{layer}.{name}" for layer in range(2) for name in (*shapes, "ln_1", "ln_2"))]
+    for name in names:
+        shape = shapes.get(name.split(".", 2)[-1], (16,))
+        tensors |= {f"{name}.weight": draw.normal(size=shape), f"{name}.bias": draw.normal(size=shape[-1])}
+    params = models.decoder_params(GPT2, tensors)
+    form = jax.eval_shape(models.decoder_of(GPT2, length=8).init, jax.random.key(0))
+    assert jax.tree.map(np.shape, params) == jax.tree.map(jnp.shape, form)
+    prefixed = models.decoder_params(GPT2, {f"transformer.{name}": array for name, array in tensors.items()})
+    jax.tree.map(np.testing.assert_array_equal, prefixed, params)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -138,6 +166,11 @@ def test_a_round_of_a_divided_model_is_that_of_one_device():
         (lambda: models.decoder(9, length=8, width=16, layers=1, heads=3, hidden=8), "heads=3, kv_heads=None, width=16"),
         (lambda: models.decoder_of({"model_type": "bert"}, length=8), "got model_type='bert'"),
         (lambda: models.decoder_of({"model_type": "llama", "attention_bias": True}, length=8), "got attention_bias=True"),
+        (lambda: models.decoder_of(LLAMA, length=9), "Expected 1 <= length <= 8, got length=9: use sequences"),
+        (lambda: models.decoder_of(LLAMA | {"model_type": "qwen3"}, length=9), "Expected 1 <= length <= 8, got length=9"),
+        (lambda: models.decoder_of(GPT2, length=9), "Expected num_positions >= 9, or None, got num_positions=8"),
+        (lambda: models.decoder_of(GPT2 | {"tie_word_embeddings": False}, length=8), "got tie_word_embeddings=False"),
+        (lambda: models.decoder_of(GPT2 | {"scale_attn_weights": False}, length=8), "got scale_attn_weights=False"),
     ],
 )
 def test_what_does_not_fit_is_named(make, message):

@@ -432,6 +432,49 @@ def test_padding_must_not_enter_statistics(data):
     assert np.isfinite(state.params["head"]["w"]).all()
 
 
+@pytest.mark.parametrize("how", [{"drop_remainder": True}, {"steps": 2}])
+@pytest.mark.parametrize(
+    ("cls", "options", "what"),
+    [
+        (algorithms.QFedAvg, {}, "the loss before training"),
+        (algorithms.AdaptiveFedProx, {}, "the loss before training"),
+        (algorithms.SCAFFOLD, {"control_variate": "I"}, "the gradient"),
+        (algorithms.MimeLite, {}, "the gradient"),
+        (algorithms.Mime, {}, "the gradient"),
+        (algorithms.AgnosticFedAvg, {"num_domains": 3, "domain": "y"}, "the losses of the domains"),
+    ],
+)
+def test_padding_must_not_enter_a_pass_over_all_examples(cls, options, what, how):
+    """These passes read all examples, whatever the training reads."""
+    columns = {"x": np.ones((11, 4), np.float32), "y": np.arange(11, dtype=np.int32) % 3}
+    data = fedsim.FederatedData.from_arrays(columns, sizes=[5, 6])
+    model = make_model(plain_norm, statistics="client")
+    batches = fedsim.Batches(size=4, **how)
+    for without in (algorithms.FedAvg, algorithms.SCAFFOLD):
+        fedavg(model, without, batches=batches).check(data)
+    with pytest.raises(ValueError, match=rf"of 2 of 2 clients.*\(.*mean\) of the pass .* computes {what}: choose a batch size"):
+        fedavg(model, cls, batches=batches, **options).check(data)
+    fedavg(make_model(statistics="client"), cls, batches=batches, **options).check(data)
+
+
+@pytest.mark.slow
+def test_padding_does_not_enter_the_losses_of_domains():
+    """A batch of all examples of a client, and a larger one that is filled up, have the same losses."""
+    draw = np.random.default_rng(0)
+    columns = {"x": draw.normal(size=(10, 4)).astype(np.float32), "y": draw.integers(0, 3, 10).astype(np.int32)}
+    data = fedsim.FederatedData.from_arrays(columns, sizes=[5, 5])
+    weights = []
+    for size in (5, 8):
+        algorithm = fedavg(
+            make_model(statistics="client"), algorithms.AgnosticFedAvg, num_domains=3, domain="y",
+            domain_learning_rate=1.0, batches=fedsim.Batches(size=size, shuffle=False), execution=fedsim.Jit(),
+        )  # fmt: skip
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
+        weights.append(np.asarray(state.server.weights))
+    assert np.ptp(weights[0]) > 0.01
+    np.testing.assert_allclose(weights[1], weights[0], rtol=1e-5)
+
+
 def test_state_that_is_not_a_statistic_is_refused():
     def counts(examples, is_training):
         hk.set_state("calls", hk.get_state("calls", (), jnp.int32, jnp.zeros) + 1)

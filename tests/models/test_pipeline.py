@@ -51,6 +51,28 @@ def test_outputs_and_gradients_are_those_of_a_loop(stages, microbatches, remat):
         np.testing.assert_allclose(gradients[0][name], gradients[1][name], rtol=1e-5, atol=1e-5)
 
 
+def test_a_stage_need_not_be_defined_at_zeros():
+    """Attention with a mask of False has a softmax of infinities, whose derivative is NaN."""
+    rows, length = 4, 3
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
+    x = jax.random.normal(jax.random.key(0), (rows, length, WIDTH))
+
+    def attention(w, inputs):
+        x, mask = inputs
+        scores = jnp.where(mask, jnp.einsum("nid,de,nje->nij", x, w, x), -jnp.inf)
+        return x + jax.nn.softmax(scores) @ x, mask
+
+    def in_pipeline(w):
+        return pipelined(attention, w, (x, mask), microbatches=2)[0]
+
+    def plain(w):
+        return attention(w[2], attention(w[1], attention(w[0], (x, mask))))[0]
+
+    w = 0.1 * jax.random.normal(jax.random.key(1), (3, WIDTH, WIDTH))
+    found, expected = (jax.grad(lambda w, apply=apply: jnp.mean(apply(w) ** 2))(w) for apply in (in_pipeline, plain))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
 def network(params, x, *, microbatches):
     hidden = pipelined(stage, params["layers"], x @ params["first"], microbatches=microbatches)
     return hidden @ params["last"]

@@ -250,3 +250,13 @@ def test_a_plan_says_what_stays_whole_on_the_devices_of_a_client():
 def test_a_plan_for_tpus_needs_an_execution_on_all_chips(capsys):
     assert main(["plan", "--tpu", "v5e:2x4", "--execution", "jit"]) == 2
     assert "Expected an execution on all chips with --tpu, got Jit(" in capsys.readouterr().err
+
+
+def test_clients_whose_examples_arrive_are_timed():
+    data = fedsim.datasets.load("digits", clients=10).train
+    arrived = fedsim.samplers.Arriving(fedsim.UniformSampler(data, clients=5, seed=0), np.zeros(data.num_examples, int))
+    algorithm = fedsim.algorithms.FedAvg(
+        model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10),
+        execution=fedsim.Jit(),
+    )  # fmt: skip
+    assert fedsim.plan(algorithm, arrived.cohort(0)).seconds > 0

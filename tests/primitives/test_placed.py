@@ -48,7 +48,20 @@ def test_half_precision_is_summed_in_single_precision():
     assert fed.mean(ones).dtype == jnp.bfloat16
     gradient = jax.grad(lambda x: fed.mean(fed.map(lambda x: (x * x).astype(jnp.float32), x)))(ones)
     assert gradient.stacked.dtype == jnp.bfloat16
-    assert float(jax.grad(lambda x: fed.sum(fed.map(lambda own: own * x, ones)))(jnp.bfloat16(1))) == 512
+    gradient = jax.grad(lambda x, ones: fed.sum(fed.map(lambda own: own * x, ones)))
+    assert float(gradient(jnp.bfloat16(1), ones)) == 512
+    assert float(fed.stages(gradient, jnp.bfloat16(1), ones).run(jnp.bfloat16(1), ones)) == 512
+
+
+def test_a_weighted_mean_has_the_precision_of_its_values():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        mean = fed.weighted_mean(at(np.full(3, 1.0)), at(np.array([1, 1, 1])))
+        assert (mean.dtype, mean.item()) == (jnp.float64, 1.0)
+        aggregator = fedsim.aggregators.Mean()
+        total = aggregator.zero(jnp.zeros(1), 3)
+        for slot in range(3):
+            total = aggregator.accumulate(total, jnp.ones(1), jnp.float32(1), slot)
+        assert aggregator.finish(total).tolist() == [1.0]
 
 
 def test_no_clients():

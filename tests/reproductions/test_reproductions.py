@@ -17,6 +17,7 @@ import fedsim
 from fedsim import reproductions
 from fedsim.commands import main
 from fedsim.reproductions import Extent, Request, Row, _random_quadratics, rounds_to_target
+from fedsim.reproductions import _attacks_and_defenses as attacked
 from fedsim.reproductions import _diloco as language
 from fedsim.reproductions import _fedprox_stragglers as stragglers
 from fedsim.reproductions import _flute_shakespeare as roles
@@ -530,3 +531,9 @@ def test_two_quadratic_functions_are_minimized_as_by_a_loop_in_numpy(case):
         expected.append(0.5 * curvatures @ x**2)
     curve = two_functions.trained(method, two_functions.maker(method.cls, 10), two_functions.problem(10.0), rate, rounds)
     np.testing.assert_allclose(curve.scores, -np.array(expected), rtol=1e-4)
+
+
+def test_a_secure_sum_has_each_of_its_clients_once():
+    """Rows of the identity matrix tell the clients apart."""
+    sums = attacked._DEFENCES["secure"].released(np.eye(30), rounds=40, seed=0)
+    assert (np.diag(sums) == 1).all() and set(sums.ravel()) == {0.0, 1.0} and (sums.sum(1) == 25).all()

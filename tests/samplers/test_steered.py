@@ -231,3 +231,11 @@ def test_samplers_that_scale_updates_need_the_mean_and_all_examples():
     arriving = samplers.Arriving(clusters, np.zeros(clusters.data.num_examples, int))
     with pytest.raises(ValueError, match="neither scales updates nor starts clients .*, got ClusteredSampling"):
         arriving.cohort(0)
+
+
+def test_oort_takes_losses_below_zero():
+    data = fedsim.FederatedData.from_arrays({"x": np.zeros(4)}, sizes=[1] * 4)
+    sampler = samplers.Oort(data, clients=2, seed=0, exploration=0, exploration_least=0)
+    sampler = sampler.observe(Observation(np.array([0, 1]), {"loss": np.array([-1.0, -2.0])}))
+    sampler = sampler.observe(Observation(np.array([2, 3]), {"loss": np.array([-3.0, -4.0])}))
+    assert len(set(sampler.cohort(2).clients.tolist())) == 2

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import fedsim
+from fedsim.decentralized import FinishingNodes
 from fedsim.samplers import Attacked, PoissonSampler, Stragglers, UniformSampler
 
 EPOCHS = 5
@@ -91,6 +92,13 @@ def test_two_seeds_differ_and_the_same_repeats():
 def test_invalid_arguments_are_refused(name, value):
     with pytest.raises(ValueError, match=f"Expected .*{name}.*, got {name}={value}"):
         stragglers(**{name: value})
+
+
+def test_a_clock_that_would_not_see_the_stragglers_is_refused():
+    data = federation.data(sizes=(4,) * 6)
+    nodes = FinishingNodes(data, fedsim.Batches(size=2, epochs=4), per_round=3)
+    with pytest.raises(ValueError, match=r"without a clock in Stragglers, got FinishingNodes.*\(--step-seconds\)"):
+        Stragglers(nodes, epochs=4).cohort(0)
 
 
 def test_a_fraction_that_is_nobody_is_said():

@@ -61,6 +61,8 @@ def test_a_random_search_draws_from_ranges_and_from_the_given_values():
     rates = np.log10([setting["client_learning_rate"] for setting in many])
     assert rates.min() >= -3 and rates.max() < 0 and abs(rates.mean() + 1.5) < 4 * np.sqrt(9 / 12 / 200)
     assert {setting["batch_size"] for setting in many} == {5, 6, 7, 8}
+    sizes = [setting["batch_size"] for setting in chosen("--batch-size", "log_uniform(1, 3)", "--samples", "3").varied]
+    assert sorted(sizes) == [1, 2, 3]
     assert abs(sum(setting["algorithm"] == "fedavg" for setting in many) - 100) < 4 * np.sqrt(50)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import itertools
 import json
 import multiprocessing
@@ -24,9 +25,11 @@ from fedsim.commands import main
 from fedsim.configuration import build_members
 from fedsim.data import population_identity
 from fedsim.execution import _members, _memory
-from fedsim.experiment import Checkpoints, RunConfig, Settings, build, read_config, read_metrics, restore
+from fedsim.experiment import Checkpoints, RunConfig, Settings, build, read_config, read_metrics, restore, run_experiment
 from fedsim.experiment._run_log import RunLog
 from fedsim.experiment.driving import Run
+from fedsim.sweeps._result import csv_of
+from fedsim.sweeps._sweep import members_of
 
 SMALL = ["--model", "digits_logistic", "--rounds", "4", "--clients", "3", "--epochs", "1", "--evaluate-every", "2"]
 ONE_DEVICE = ["--execution", "jit"]
@@ -511,6 +514,9 @@ def test_the_same_command_again_continues_and_another_sweep_is_refused(finished,
     assert "seeds: [0, 1, 2] now, [0, 1] in the folder" in capsys.readouterr().err
     assert main(["run", *SWEEP, "--folder", str(folder / NAMES[0]), "--no-progress"]) == 2
     assert "holds a run and not a sweep" in capsys.readouterr().err
+    assert main(["run", "--model", "digits_logistic", "--rounds", "1", "--folder", str(folder), "--no-progress"]) == 2
+    assert "holds a sweep and not a run" in capsys.readouterr().err
+    assert not (folder / "config.json").exists()
 
 
 @pytest.mark.slow
@@ -558,7 +564,7 @@ def test_code_of_another_user_needs_trust(finished, tmp_path, capsys, monkeypatc
     stored["config"]["attack"] = "os:system(command='false')"
     (folder / "sweep.json").write_text(json.dumps(stored))
     assert main(["resume", str(folder), "--no-progress"]) == 2
-    assert "os:system" in capsys.readouterr().err
+    assert "repeat the command with --trust" in capsys.readouterr().err
 
 
 def test_without_a_metric_that_can_be_judged_no_setting_is_the_best():
@@ -571,10 +577,68 @@ def test_without_a_metric_that_can_be_judged_no_setting_is_the_best():
         ]
         return sweeps.SweepResult(members=members, folder=Path("s")).table().splitlines()[-1]
 
-    assert table({}) == "best  none: no metric says whether higher or lower values are better"
+    assert table({}) == "best  none: no metric of all runs says whether higher or lower values are better"
     chosen = table({"better": {"test_entropy": "lower"}})
     assert chosen == "best  rate=0.1: entropy 0.6000, chosen on test data, so it is optimistic: give --validation"
     assert table({"better": {"test_entropy": "higher"}}).startswith("best  rate=9.0: entropy 0.7000, ")
+
+
+def test_a_member_that_ends_before_the_others_keeps_its_last_state(tmp_path, no_pictures):
+    config = RunConfig(model="digits_logistic", rounds=6, clients=3, evaluate_every=2)
+    ends = {"stop_when": [None, "spent(megabytes=0.01)"]}
+    settings = Settings(folder=str(tmp_path), execution="pmap", devices=2, checkpoint_every=100, progress=False)
+    result = sweeps.sweep(config, settings, ends, how="devices")
+    assert [member.line["round"] for member in result.members] == [6, 2]
+    assert [Checkpoints(member.folder / "checkpoints").rounds()[-1] for member in result.members] == [6, 2]
+
+
+@pytest.mark.slow
+def test_members_that_wait_in_other_rounds_have_the_losses_of_separate_runs(tmp_path, no_pictures):
+    """On a clock, clients start from the models of earlier rounds, which rounds without clients must not replace."""
+    options = [*SMALL, "--rounds", "16", "--evaluate-every", "2,3", "--step-seconds", "1", "--no-progress"]
+    options += ["--synchronization", "buffered(size=2, concurrency=6)", "--stop-when", "spent(seconds=1000000)"]
+    losses = []
+    for name, how in (("together", ["--execution", "pmap", "--devices", "2"]), ("alone", ["--sweep-mode", "sequential"])):
+        assert main(["run", *options, *how, "--folder", str(tmp_path / name)]) == 0
+        lines = [read_metrics(tmp_path / name / f"evaluate_every={every},seed=0" / "metrics.jsonl") for every in (2, 3)]
+        losses.append([[line["loss"] for line in own if "seconds" in line] for own in lines])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_algorithms_with_and_without_personal_models_are_ranked_by_what_all_have():
+    lines = {"fedavg": {"test_accuracy": 0.93}, "ditto": {"test_accuracy": 0.8, "test_personal_accuracy": 0.95}}
+    members = [
+        sweeps.SweepMember(setting={"algorithm": name}, seed=0, folder=Path(name), line={"round": 1} | line)
+        for name, line in lines.items()
+    ]
+    result = sweeps.SweepResult(members=members, folder=Path("s"))
+    header, fedavg, ditto, *_, best = result.table().splitlines()
+    assert header.split() == ["algorithm", "seeds", "accuracy", "personal_accuracy"]
+    assert (fedavg.split()[2:], ditto.split()[2:]) == (["0.9300", "-"], ["0.8000", "0.9500"])
+    assert best.startswith("best  algorithm=fedavg: accuracy 0.9300, ")
+    rows = list(csv.DictReader(io.StringIO(csv_of(result))))
+    assert [row["test_personal_accuracy"] for row in rows] == ["", "0.95"]
+
+
+def test_members_whose_names_differ_in_a_directory_have_different_folders():
+    values = ["a/mine.py:Mine", "b/mine.py:Mine", "fedavg"]
+    members = members_of("s", RunConfig(), {"algorithm": values}, [0])
+    names = [member.folder.name for member, _ in members]
+    assert len(set(names)) == 3 and names[2] == "algorithm=fedavg,seed=0"
+    assert names[0].startswith("algorithm=mine.pyMine,seed=0-")
+
+
+def test_a_member_that_was_interrupted_between_evaluations_is_not_finished(tmp_path, no_pictures):
+    config = RunConfig(model="digits_logistic", rounds=8, clients=2, evaluate_every=4, stop_when="spent(megabytes=0.01)")
+
+    def interrupt(line, state):
+        if line["round"] == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    settings = Settings(folder=str(tmp_path / "s" / "client_learning_rate=0.1,seed=0"), rounds_per_dispatch=1)
+    run_experiment(build(config, settings), config, settings, progress=False, callbacks=[interrupt])
+    result = sweeps.sweep(config, Settings(folder=str(tmp_path / "s"), progress=False), {"client_learning_rate": [0.1]})
+    assert [(member.line["round"], "test_accuracy" in member.line) for member in result.members] == [(4, True)]
 
 
 def test_a_sweep_does_not_continue_with_other_code(tmp_path, capsys):

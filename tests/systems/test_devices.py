@@ -97,7 +97,7 @@ def test_pauses_against_counting(period, shift):
         expected = min((change[0] for change in changes if change.size), default=math.inf)
         found = intervals.next_online(ready, start)
         # A day without a night begins anew each day, which is no change.
-        assert found == expected or (found - shift) % 32 == 0
+        assert found == expected or (period == 32 and start < found < expected and (found - shift) % 32 == 0)
 
 
 def test_diurnal_clients_are_online_for_their_fraction():
