@@ -64,6 +64,11 @@ class Aggregator:
         return False
 
     @property
+    def fewest_clients(self) -> int:
+        """The fewest clients whose sum the server sees, with secure aggregation; 1 if it sees every update."""
+        return 1
+
+    @property
     def sends_unchanged(self) -> bool:
         """Whether clients send their updates unchanged. If True, `send` is not called."""
         return type(self).send is Aggregator.send
@@ -281,6 +286,10 @@ class Wrapper(Aggregator):
     @property
     def counts_nonfinite(self) -> bool:
         return self.inner.counts_nonfinite
+
+    @property
+    def fewest_clients(self) -> int:
+        return self.inner.fewest_clients
 
     @property
     def innermost(self) -> Aggregator:

@@ -8,6 +8,7 @@ import jax
 
 from fedsim import checks, rng
 from fedsim.aggregators._aggregator import Memory, Sent, Update, Wrapper
+from fedsim.aggregators._locally_noised import LocallyNoised
 from fedsim.aggregators._secure_mean import check_not_secure
 from fedsim.compressors import Compressor
 
@@ -25,8 +26,8 @@ class Compressed(Wrapper):
       inner: the aggregator of the decompressed updates.
 
     Raises:
-      ValueError: ``compressor`` is not a `fedsim.compressors.Compressor`, or ``inner`` contains another `Compressed`, so that
-        it is not clear which bits are sent.
+      ValueError: ``compressor`` is not a `fedsim.compressors.Compressor`, or ``inner`` contains another `Compressed` or a
+        `LocallyNoised`, so that other bits are sent than are counted.
 
     >>> import jax.numpy as jnp
     >>> from fedsim.compressors import TopK
@@ -45,6 +46,11 @@ class Compressed(Wrapper):
             if isinstance(inner, Compressed):
                 raise ValueError(
                     f"Expected one Compressed, got a second one inside it, of {inner.compressor}: remove one of them."
+                )
+            if isinstance(inner, LocallyNoised):
+                raise ValueError(
+                    f"Expected no LocallyNoised inside Compressed, got {inner}: clients would add noise to compressed updates, "
+                    "and send more bits than are counted. Write LocallyNoised(..., inner=Compressed(...))."
                 )
             inner = inner.inner
         check_not_secure(self, "masked vectors are random numbers, which cannot be compressed. Give fewer bits of SecureMean.")

@@ -61,7 +61,8 @@ class DistributedMechanism(SumAggregator):
       clip: c, positive.
       clients: the expected number of clients in a round, by which the sum is divided. It must not depend on who takes part.
       minimum: fewest clients whose sum the protocol reveals; with fewer, it is 0. None: ``clients``, which fits
-        cohorts of a fixed size. Give fewer for Poisson sampling and drop-outs; each client then adds more noise.
+        cohorts of a fixed size, all of whose clients take a step. Give fewer for Poisson sampling and drop-outs; each client
+        then adds more noise.
       bits: b, from 2 to 22: size of the integers that are sent. The sum of all clients must have room in it.
       law: of a client's noise, ``"gaussian"`` (discrete) or ``"skellam"``, the difference of two Poisson variables.
       wrap_probability: the probability with which a coordinate of the sum may exceed b bits, by a normal approximation.
@@ -117,6 +118,10 @@ class DistributedMechanism(SumAggregator):
         return True
 
     @property
+    def fewest_clients(self) -> int:
+        return self.minimum or self.clients
+
+    @property
     def not_differentiable(self) -> str:
         return "rounds"
 
@@ -128,7 +133,7 @@ class DistributedMechanism(SumAggregator):
     @property
     def local_deviation(self) -> float:
         """The standard deviation of a client's noise, in units of updates."""
-        return self.noise_multiplier * self.clip / math.sqrt(self.minimum or self.clients)
+        return self.noise_multiplier * self.clip / math.sqrt(self.fewest_clients)
 
     def scale(self, size: int) -> float:
         """Returns 1 / γ, by which updates of this size are multiplied, so that k deviations of the sum have b bits.
@@ -153,7 +158,7 @@ class DistributedMechanism(SumAggregator):
         return min(largest, math.sqrt(squares))
 
     def check(self, update: Update, slots: int) -> None:
-        least = self.minimum or self.clients
+        least = self.fewest_clients
         if slots < least:
             raise ValueError(
                 f"Expected cohorts of at least minimum={least} clients for DistributedMechanism, got {slots}: the sum of fewer "
@@ -217,7 +222,7 @@ class DistributedMechanism(SumAggregator):
         signed = ((sums << left).astype(jnp.int32) >> left).astype(jnp.float32)
         size = sum(leaf.size for leaf in leaves)
         mean = unrotate(signed, memory)[:size] / (self.scale(size) * self.clients)
-        mean = jnp.where(accumulator.clients >= (self.minimum or self.clients), mean, 0)
+        mean = jnp.where(accumulator.clients >= self.fewest_clients, mean, 0)
         parts = jnp.split(mean, np.cumsum([leaf.size for leaf in leaves])[:-1])
         shaped = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
         return jax.tree.unflatten(structure, shaped), jax.random.bits(rng.stream(key, "rotation"), (), jnp.uint32)

@@ -85,6 +85,10 @@ class SecureMean(SumAggregator):
         checks.whole(2, minimum=self.minimum, remedy="with one client, the sum is its update")
 
     @property
+    def fewest_clients(self) -> int:
+        return self.minimum
+
+    @property
     def not_differentiable(self) -> str:
         return "rounds"
 

@@ -13,9 +13,9 @@ from fedsim.rounds import FederatedAlgorithm, RoundInfo, kept_with
 
 
 def report_problems(algorithm: FederatedAlgorithm, info: RoundInfo, cohorts: Sequence[Cohort]) -> None:
-    """Reports updates that were not finite and rounds that aggregated nothing. It waits until ``info`` is computed.
+    """Reports updates that were not finite, rounds without updates, and rounds with too few to reveal their sum.
 
-    Each of the two is a warning about its first occurrence, once per algorithm.
+    Each of the three is a warning about its first occurrence, once per algorithm. It waits until ``info`` is computed.
 
     Args:
       algorithm: the algorithm. If its ``nonfinite`` is ``"raise"``, an update that was not finite is an error.
@@ -37,9 +37,17 @@ def report_problems(algorithm: FederatedAlgorithm, info: RoundInfo, cohorts: Seq
     # The counts are added up on the host: a sum in JAX would wait for the rounds that the devices still run.
     if count := int(np.asarray(info.num_dropped).sum()):
         _report_problems(algorithm, info, cohorts, count)
-    idle = np.flatnonzero(np.atleast_1d(np.asarray(info.num_aggregated)) == 0)
-    if len(idle) and algorithm.aggregator.innermost.skips_empty_rounds:
-        _report_idle(algorithm, info, cohorts, int(idle[0]))
+    counts = np.atleast_1d(np.asarray(info.num_aggregated))
+    if not counts.size:
+        return
+    aggregator = algorithm.aggregator.innermost
+    idle = (counts == 0) & aggregator.skips_empty_rounds
+    hidden = (counts < aggregator.fewest_clients) & ~idle & aggregator.is_secure
+    if idle.any():
+        _report_idle(algorithm, info, cohorts, int(np.argmax(idle)))
+    if hidden.any():
+        row = int(np.argmax(hidden))
+        _report_hidden(algorithm, cohorts[row].round, int(counts[row]))
 
 
 def watch_problems(algorithm: FederatedAlgorithm, info: RoundInfo, cohorts: Sequence[Cohort]) -> None:
@@ -104,6 +112,17 @@ def _report_idle(algorithm: FederatedAlgorithm, info: RoundInfo, cohorts: Sequen
         "reported idle",
         f"Round {cohort.round} aggregated no update and left the server's state unchanged: {reason}. This warning is shown "
         "once.",
+    )
+
+
+def _report_hidden(algorithm: FederatedAlgorithm, round: int, count: int) -> None:
+    aggregator = algorithm.aggregator.innermost
+    _warn_once(
+        algorithm,
+        "reported hidden",
+        f"In round {round}, {count} client(s) sent an update, fewer than minimum={aggregator.fewest_clients} of "
+        f"{type(aggregator).__name__}, so their sum was not revealed and the aggregate was 0. Unless such rounds are rare, "
+        "sample more clients with examples, or give a smaller minimum. This warning is shown once.",
     )
 
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import jax
 
-from fedsim.aggregators import Aggregator, DistributedMechanism, SecureMean, StackAggregator
+from fedsim.aggregators import StackAggregator
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
-from fedsim.execution import check_cohorts, federated_round
+from fedsim.execution import check_cohorts, federated_round, traced_rounds
 from fedsim.primitives import Leak, Program, stages, without_mesh_of_context
 
 
@@ -23,7 +23,8 @@ class Audit:
       leaks: how values of single clients reach the server's state other than through a reduction.
       reported: the entries of the round's info that have one value per client, for plots and logs.
       collects: the name of the aggregator, if it needs the updates of all clients side by side; "" otherwise.
-      minimum: with secure aggregation, the fewest clients whose sum the server sees; 1 without, so that it sees every update.
+      minimum: with secure aggregation in all calls of the round, the fewest clients whose sum the server sees; 1 without, so
+        that it sees every update.
 
     >>> program = stages(lambda x: x + 1, jax.numpy.zeros(()))
     >>> print(Audit("Mine", program, (Leak("state", "argmax", "mine.py:7"),), (), ""))
@@ -90,19 +91,14 @@ def audit(algorithm: Algorithm, cohort: Cohort) -> Audit:
     program = stages(function, *args)
     of_state = tuple(leak for leak in program.leaks if leak.result.startswith("result[0]"))
     named = [leak.result.removeprefix("result[1]").removeprefix(".clients") for leak in program.leaks if leak not in of_state]
-    inner = algorithm.aggregator.innermost
+    traced = traced_rounds(algorithm, state, cohort.data)[0].trace()
+    aggregators = [call.aggregator for call in traced.calls if call.aggregator is not None]
+    collecting = [type(x.innermost).__name__ for x in aggregators if isinstance(x.innermost, StackAggregator)]
     return Audit(
         algorithm=type(algorithm).__name__,
         program=program,
         leaks=tuple(dataclasses.replace(leak, result=f"state{leak.result.removeprefix('result[0]')}") for leak in of_state),
         reported=tuple(sorted(name.strip("[]'") for name in named)),
-        collects=type(inner).__name__ if isinstance(inner, StackAggregator) else "",
-        minimum=_minimum(inner),
+        collects=collecting[0] if collecting else "",
+        minimum=min((x.fewest_clients for x in aggregators), default=1),
     )
-
-
-def _minimum(aggregator: Aggregator) -> int:
-    """Returns the fewest clients whose sum the server sees; 1 if it sees every update."""
-    if isinstance(aggregator, DistributedMechanism):
-        return aggregator.minimum or aggregator.clients
-    return aggregator.minimum if isinstance(aggregator, SecureMean) else 1

@@ -30,8 +30,9 @@ Method = Literal["pld", "rdp"]
 _INTERVAL = 1e-3
 # Whole orders of Rényi divergences, for which the accountant is fast; for fixed sizes it has no formula for others.
 _WHOLE = [*range(2, 17), 20, 24, 32, 48, 64, 96, 128]
-# Above this noise multiplier, the accountants' own errors are all that remains.
-_MOST_NOISE = 1e5
+# Above the most noise, the accountants' own errors are all that remains. Below the least, and above the most ε, there is no
+# privacy left, and distributions of losses take minutes and gigabytes.
+_MOST_NOISE, _LEAST_NOISE, _MOST_EPSILON = 1e5, 0.1, 1000
 
 
 def epsilon(
@@ -107,11 +108,11 @@ def noise_multiplier(
     """Returns the noise multiplier with which a number of rounds has (ε, δ) differential privacy of clients.
 
     Args:
-      epsilon: ε, positive.
+      epsilon: ε, above 0, at most 1000.
       participation, rounds, delta, relation, matrix: see `epsilon`.
 
     Returns:
-      z, at most 0.01 % more than necessary.
+      z, at most 0.01 % more than necessary, unless 0.1 (with a matrix, times its `sensitivity`) suffices: then that.
 
     Raises:
       ValueError: an argument is out of its range, or no noise reaches this ε.
@@ -124,6 +125,7 @@ def noise_multiplier(
     from scipy.optimize import brentq
 
     checks.positive(epsilon=epsilon, remedy="8 is a weak guarantee, 1 a strong one")
+    checks.number(most=_MOST_EPSILON, epsilon=epsilon, remedy="more protects nobody; choose the noise multiplier instead")
     checks.whole(1, rounds=rounds)
     known = participation_of(participation)
 
@@ -134,7 +136,7 @@ def noise_multiplier(
 
     def excess(noise: float, method: str) -> float:
         found = _epsilon(noise, known, count, float(delta), relation, method, _INTERVAL)
-        return min(found, 1e6) - epsilon  # An infinite value would stop the search.
+        return min(found - epsilon, 1e6)  # An infinite value would stop the search.
 
     def bracket(start: float, factor: float, method: str) -> tuple[float, float] | None:
         if excess(_MOST_NOISE, method) > 0:
@@ -142,12 +144,14 @@ def noise_multiplier(
         high = start
         while excess(high, method) > 0:
             high *= factor
-        low = high / factor
-        while excess(low, method) <= 0:
-            low, high = low / factor, low
+        low = max(high / factor, _LEAST_NOISE)
+        while low < high and excess(low, method) <= 0:
+            low, high = max(low / factor, _LEAST_NOISE), low
         return low, high
 
     def solved(low: float, high: float, method: str, precision: float) -> float:
+        if low == high:  # The least noise suffices.
+            return high
         found = brentq(functools.partial(excess, method=method), low, high, rtol=precision, xtol=precision * low)
         while excess(found, method) > 0:  # The search ends on either side.
             found *= 1 + precision

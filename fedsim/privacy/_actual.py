@@ -14,6 +14,9 @@ import numpy as np
 from fedsim.data import Cohort
 from fedsim.privacy._guarantee import Guarantee
 
+# As many clients at a time have a dense row per round.
+_BLOCK = 1024
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Actual:
@@ -46,11 +49,12 @@ class Actual:
         return self.guarantee.epsilon_if_seen(float(np.quantile(self.sensitivity, quantile, method="higher")))
 
     def text(self) -> str:
-        """Returns the numbers of rounds and ε of the client that took part most and of the median, as a sentence."""
-        most, middle = int(self.rounds.max()), int(np.quantile(self.rounds, 0.5, method="higher"))
+        """Returns the numbers of rounds and ε of the client whose rounds reveal most, and of the median, as a sentence."""
+        order = np.argsort(self.sensitivity, kind="stable")
+        middle, most = self.rounds[order[len(order) // 2]], self.rounds[order[-1]]
         return (
-            f"If it is known who took part: ε = {self.epsilon():.3g} for a client with the most rounds ({most}), and "
-            f"{self.epsilon(0.5):.3g} for the median ({middle}), each beside a client that sends zeros."
+            f"If it is known who took part: ε = {self.epsilon():.3g} for the client whose rounds reveal most (it has {most}), "
+            f"and {self.epsilon(0.5):.3g} for the median ({middle}), each beside a client that sends zeros."
         )
 
 
@@ -75,21 +79,24 @@ def actual(guarantee: Guarantee, cohorts: Iterable[Cohort]) -> Actual:
     >>> found.rounds.tolist(), found.sensitivity.round(2).tolist()
     ([2, 2, 2, 2, 2], [1.41, 1.41, 1.41, 1.41, 1.41])
     >>> print(found.text())  # doctest: +NORMALIZE_WHITESPACE
-    If it is known who took part: ε = 0.607 for a client with the most rounds (2), and 0.607 for the median (2), each beside a
-    client that sends zeros.
+    If it is known who took part: ε = 0.607 for the client whose rounds reveal most (it has 2), and 0.607 for the median (2),
+    each beside a client that sends zeros.
     """
+    from scipy import sparse
+
     cohorts = list(cohorts)
     if not cohorts:
         raise ValueError("Expected one cohort or more, got none: no round has finished, so nothing was revealed.")
-    part = np.zeros([len(cohorts), cohorts[0].data.num_clients])
-    for round, cohort in enumerate(cohorts):
-        part[round, cohort.clients] = 1
-    sums = part
+    clients = np.concatenate([cohort.clients for cohort in cohorts])
+    counts = np.bincount(clients, minlength=cohorts[0].data.num_clients)
+    sensitivity = np.sqrt(counts)
     if guarantee.matrix is not None:
         guarantee.epsilon(len(cohorts))  # Raises if the matrix has fewer rounds.
-        sums = guarantee.matrix.dense(len(cohorts)) @ part
-    return Actual(
-        rounds=part.sum(axis=0).astype(np.int64),
-        sensitivity=np.sqrt(np.sum(np.square(sums), axis=0)),
-        guarantee=guarantee,
-    )
+        matrix = guarantee.matrix.dense(len(cohorts))
+        rounds = np.repeat(np.arange(len(cohorts)), [len(cohort) for cohort in cohorts])
+        part = sparse.csc_array((np.ones(len(clients)), (rounds, clients)), shape=(len(cohorts), len(counts)))
+        seen = np.flatnonzero(counts)
+        for start in range(0, len(seen), _BLOCK):
+            block = seen[start : start + _BLOCK]
+            sensitivity[block] = np.linalg.norm(matrix @ part[:, block].toarray(), axis=0)
+    return Actual(rounds=counts, sensitivity=sensitivity, guarantee=guarantee)

@@ -90,7 +90,7 @@ def distributed_noise_multiplier(
       size, participation, rounds, delta: see `distributed_epsilon`.
 
     Returns:
-      z, at most 0.01 % more than necessary.
+      z, at most 0.01 % more than necessary, and at least 0.001.
 
     Raises:
       ValueError: an argument is out of its range, or no noise reaches this ε with so few bits.
@@ -111,7 +111,7 @@ def distributed_noise_multiplier(
     def excess(log: float) -> float:
         noised = dataclasses.replace(mechanism, noise_multiplier=math.exp(log))
         found = distributed_epsilon(noised, size, participation, rounds=rounds, delta=delta)
-        return min(found, 1e6) - epsilon  # An infinite value would stop the search.
+        return min(found - epsilon, 1e6)  # An infinite value would stop the search.
 
     least, most = math.log(1e-3), math.log(1e4)
     if (over := excess(most)) > 0:
@@ -133,7 +133,7 @@ def divergence(mechanism: DistributedMechanism, size: int, order: int) -> float:
     Both laws have the term order Δ² / (2 σ²) of Gaussian noise, in which Δ is the norm of integers, and σ² the variance of the
     noise of ``minimum`` clients. The discrete Gaussian's has besides what a sum of such variables differs from one, τ.
     """
-    n = mechanism.minimum or mechanism.clients
+    n = mechanism.fewest_clients
     d, scale, l2 = size + size % 2, mechanism.scale(size), mechanism.norm_bound(size)
     l1 = l2 * min(math.sqrt(d), l2)  # The second is a bound because the coordinates are whole numbers.
     variance = (mechanism.local_deviation * scale) ** 2  # of one client

@@ -27,6 +27,7 @@ from fedsim.execution import traced_rounds
 from fedsim.privacy._accountant import epsilon, noise_multiplier
 from fedsim.privacy._distributed_noise import distributed_epsilon, distributed_noise_multiplier
 from fedsim.privacy._participation import EveryRound, Participation, Poisson, Relation, participation_of
+from fedsim.rounds import are_alike
 from fedsim.samplers import Sampler
 
 _RELATIONS = {
@@ -95,6 +96,11 @@ def _sizes_of_updates(algorithm: Algorithm, data: FederatedData, participation: 
             )
         if call.aggregator is not None:
             _check_aggregator(name, call.aggregator)
+            if not are_alike(call.aggregator, algorithm.aggregator):
+                raise ValueError(
+                    f"Expected updates to be aggregated by the algorithm's own {mechanism}, got another one in the call "
+                    f"{call.name!r} of {name}: its noise would not be counted. Leave the aggregator of the call out."
+                )
     if ways := program.reads_of_server():
         shown = [f"{', '.join(entries)} of {'the cohort' if call == 'plan' else repr(call)}" for call, entries in ways.items()]
         raise ValueError(
@@ -153,7 +159,7 @@ def calibrated(
     sizes = _sizes_of_updates(algorithm, sampler.data, participation)
     mechanism = algorithm.aggregator.innermost
     if isinstance(mechanism, DistributedMechanism):
-        _check_distributed(sizes, relation)
+        _check_distributed(mechanism, sizes, relation, _num_active(algorithm, sampler))
         noise = distributed_noise_multiplier(epsilon, mechanism, sizes[0], participation, rounds=rounds, delta=delta)
     else:
         matrix = getattr(mechanism, "matrix", None)
@@ -198,9 +204,10 @@ def correlated(algorithm: Algorithm, matrix: NoiseMatrix) -> Algorithm:
 def with_likely_minimum(algorithm: Algorithm, sampler: Sampler, *, chance: float = 0.01) -> Algorithm:
     """Returns the algorithm with a minimum of clients for its `DistributedMechanism`, if it has none, that few rounds miss.
 
-    With Poisson sampling, the number of clients in a round is random, and the sum of fewer than the minimum is not revealed.
-    The minimum is the largest number that a round misses with a probability of at most ``chance``, and at least 2. Clients
-    without examples do not count, because they send nothing. Where all cohorts have the same size, nothing changes.
+    The sum of fewer clients than the minimum is not revealed. Those that take no step, for example without examples, do not
+    count, because they send nothing. With Poisson sampling, the number of clients in a round is random. The minimum is then the
+    largest number that a round misses with a probability of at most ``chance``, and at least 2. With all clients in every
+    round, it is the number of those that take a step.
 
     Args:
       algorithm: with a `DistributedMechanism`; `Clipped` may be around it.
@@ -226,12 +233,21 @@ def with_likely_minimum(algorithm: Algorithm, sampler: Sampler, *, chance: float
     if not isinstance(mechanism, DistributedMechanism):
         raise ValueError(f"Expected a DistributedMechanism, got {mechanism}: only its sums have a minimum of clients.")
     known = participation_of(sampler)
-    if mechanism.minimum is not None or not isinstance(known, Poisson):
+    if mechanism.minimum is not None or not isinstance(known, Poisson | EveryRound):
         return algorithm
-    # The smallest k for which the chance of at most k clients is no smaller; fewer than k have a smaller one.
-    least = int(binom.ppf(chance, np.count_nonzero(algorithm.batches.num_steps(sampler.data.sizes)), known.probability))
+    least = _num_active(algorithm, sampler)
+    if isinstance(known, Poisson):
+        # The smallest k for which the chance of at most k clients is no smaller; fewer than k have a smaller one.
+        least = int(binom.ppf(chance, least, known.probability))
     minimum = min(max(2, least), mechanism.clients)
+    if minimum == mechanism.clients:
+        return algorithm
     return _with_mechanism(algorithm, lambda mechanism: dataclasses.replace(mechanism, minimum=minimum))
+
+
+def _num_active(algorithm: Algorithm, sampler: Sampler) -> int:
+    """Returns how many clients of the population take a step, so that they send an update."""
+    return int(np.count_nonzero(algorithm.batches.num_steps(sampler.data.sizes)))
 
 
 def _with_mechanism(algorithm: Algorithm, change: Callable[[Any], Aggregator]) -> Algorithm:
@@ -293,8 +309,8 @@ class Guarantee:
         Raises:
           ValueError: see `check` and `participation_of`; or ``delta`` is above one over the number of clients; or sampling
             hides who takes part, and what clients send depends on what they keep, such as parts of a model or a compressor's
-            errors; or there is a `DistributedMechanism`, and a client sends several updates in a round, or the relation is
-            not ``"zero_out"``.
+            errors; or there is a `DistributedMechanism`, and a client sends several updates in a round, the relation is not
+            ``"zero_out"``, or fewer clients than its minimum take a step.
         """
         clients = sampler.data.num_clients
         checks.number(
@@ -306,7 +322,7 @@ class Guarantee:
         mechanism = algorithm.aggregator.innermost
         guarantee: Guarantee
         if isinstance(mechanism, DistributedMechanism):
-            _check_distributed(sizes, relation)
+            _check_distributed(mechanism, sizes, relation, _num_active(algorithm, sampler))
             guarantee = DistributedGuarantee(participation=participation, delta=delta, mechanism=mechanism, size=sizes[0])
         else:
             assert isinstance(mechanism, GaussianMechanism)
@@ -359,6 +375,7 @@ class Guarantee:
             f"Of the sampling: {self.participation}{hidden}.",
             f"Of the noise: its standard deviation is {self.noise_multiplier:.4g} times what one client can add"
             f"{self._source_of_noise}.",
+            "Of the start: the initial parameters were not computed from these clients.",
             "Of what is published: the model and what is computed from it; not the losses and counts of rounds in the metrics, "
             "and not what is chosen by evaluations on the clients' own examples.",
         ]
@@ -411,12 +428,12 @@ class DistributedGuarantee(Guarantee):
 
     @property
     def _source_of_noise(self) -> str:
-        least = self.mechanism.minimum or self.mechanism.clients
+        least = self.mechanism.fewest_clients
         return f", all clients add their part of it, and nobody sees a sum of fewer than {least:,} clients"
 
 
-def _check_distributed(sizes: list[int], relation: Relation | None) -> None:
-    """Raises ``ValueError`` if the accountant of a `DistributedMechanism` does not know such updates or such a relation."""
+def _check_distributed(mechanism: DistributedMechanism, sizes: list[int], relation: Relation | None, clients: int) -> None:
+    """Raises ``ValueError`` if the accountant of a mechanism does not know such updates, or so few clients reveal no sum."""
     if len(sizes) != 1:
         raise ValueError(
             f"Expected one update of a client in a round with DistributedMechanism, got {len(sizes)}: no accountant is known "
@@ -426,4 +443,10 @@ def _check_distributed(sizes: list[int], relation: Relation | None) -> None:
         raise ValueError(
             f"Expected relation='zero_out' with DistributedMechanism, got relation={relation!r}: a client that is removed "
             "would take its noise away. Leave it out."
+        )
+    if clients < mechanism.fewest_clients:
+        raise ValueError(
+            f"Expected at least minimum={mechanism.fewest_clients} clients that take a step with DistributedMechanism, got "
+            f"{clients} in the population: no sum would be revealed, and the model would not learn. Use "
+            "privacy.with_likely_minimum, or give a smaller minimum."
         )

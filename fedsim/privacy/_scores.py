@@ -69,10 +69,11 @@ class Scores:
 
     def roc(self) -> Roc:
         """Returns the ROC curve; a straight line joins its points."""
-        thresholds = np.unique(np.concatenate([self.inside, self.outside, [math.inf]]))[::-1]
+        thresholds = np.unique(np.concatenate([self.inside, self.outside]))[::-1]
 
         def share(scores: np.ndarray) -> np.ndarray:
-            return (len(scores) - np.searchsorted(np.sort(scores), thresholds)) / len(scores)
+            found = len(scores) - np.searchsorted(np.sort(scores), thresholds)
+            return np.concatenate([[0], found]) / len(scores)  # Nobody is found with a threshold above all scores.
 
         return Roc(share(self.outside), share(self.inside))
 

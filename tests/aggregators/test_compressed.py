@@ -11,7 +11,7 @@ import pytest
 
 import fedsim
 from fedsim import rng, tree
-from fedsim.aggregators import Clipped, Compressed, CoordinateMedian, Mean
+from fedsim.aggregators import Clipped, Compressed, CoordinateMedian, LocallyNoised, Mean
 from fedsim.compressors import Cast, Drive, Eden, ErrorFeedback, Identity, MagnitudePruning, PowerSGD, TopK
 from fedsim.rounds._call import send_down
 
@@ -146,6 +146,14 @@ def test_bits_of_the_downlink_are_counted_and_clients_receive_compressed_paramet
 def test_nested_compression_raises_an_error():
     with pytest.raises(ValueError, match="a second one inside it, of Drive"):
         Compressed(Eden(), inner=Clipped(1.0, inner=Compressed(Drive())))
+
+
+def test_noise_on_compressed_updates_is_refused():
+    """Its messages would be dense, and the bits of the compressor would be counted."""
+    with pytest.raises(ValueError, match=r"^Expected no LocallyNoised inside Compressed, .*Write LocallyNoised"):
+        Compressed(Eden(), inner=Clipped(1.0, inner=LocallyNoised(1.0, clip=0.5)))
+    sent = LocallyNoised(1.0, clip=0.5, inner=Compressed(TopK(fraction=0.5))).send(jnp.ones(4), (), (), jax.random.key(0))
+    assert np.count_nonzero(sent.update) == 2
 
 
 def test_an_object_of_another_class_raises_an_error():

@@ -112,7 +112,7 @@ def test_noise_of_the_clients_is_accounted_for_and_goes_on_after_a_break(tmp_pat
     part = np.sum([np.isin(range(30), one.sampler.cohort(round).clients) for round in range(4)], axis=0)
     seen = fedsim.privacy.distributed_epsilon(mechanism, 650, EveryRound(), rounds=part.max(), delta=0.01)
     assert f"ε = {expected[4]:.3g} {relation[:20]}" in text
-    assert f"If it is known who took part: ε = {seen:.3g} for a client with the most rounds ({part.max()})" in text
+    assert f"If it is known who took part: ε = {seen:.3g} for the client whose rounds reveal most (it has {part.max()})" in text
 
 
 @pytest.mark.slow

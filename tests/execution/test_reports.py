@@ -1,5 +1,6 @@
 """Problems of rounds are reported once, and the check for them does not wait for the device."""
 
+import dataclasses
 import types
 import warnings
 
@@ -10,7 +11,8 @@ import optax
 import pytest
 
 import fedsim
-from fedsim.execution import watch_problems
+from fedsim.aggregators import DistributedMechanism, GaussianMechanism, SecureMean
+from fedsim.execution import report_problems, watch_problems
 from fedsim.rounds import RoundInfo
 
 
@@ -78,6 +80,28 @@ def test_weights_of_zero_are_reported():
     algorithm = Weightless(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
     (message,) = messages(algorithm, [fedsim.Cohort.of(data(5, 0, 5), ["client0", "client1", "client2"])])
     assert "of its 3 clients 1 took no step, 0 sent an update with a NaN or an infinity, and 2 had weight 0" in message
+
+
+@pytest.mark.parametrize(
+    "aggregator",
+    [SecureMean(max_weight=1.0, minimum=3), DistributedMechanism(1.0, clip=1.0, clients=3)],
+    ids=["secure mean", "distributed mechanism"],
+)
+def test_sums_of_too_few_clients_are_reported_once(aggregator):
+    algorithm, population = dataclasses.replace(fedavg(size=5), aggregator=aggregator), data(5, 5, 0, 5)
+    names = ["client0", "client1", "client3"], ["client0", "client1", "client2"]
+    cohorts = [fedsim.Cohort.of(population, each, round=r) for r, each in enumerate(names)]
+    info = RoundInfo({}, *np.zeros([5, 2], np.int32))._replace(num_aggregated=np.array([3, 2]))
+    name = type(aggregator).__name__
+    with pytest.warns(UserWarning, match=f"In round 1, 2 client.s. sent an update, fewer than minimum=3 of {name}"):
+        report_problems(algorithm, info, cohorts)
+    report_problems(algorithm, info, cohorts)  # A second warning would be an error.
+
+
+def test_a_round_without_updates_is_not_reported_if_noise_hides_it():
+    algorithm = dataclasses.replace(fedavg(size=5), aggregator=GaussianMechanism(1.0, clip=1.0, denominator=2))
+    info = RoundInfo({}, *np.zeros([5, 1], np.int32))
+    report_problems(algorithm, info, [fedsim.Cohort.of(data(0, 5), ["client0"])])
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -65,6 +65,26 @@ def test_an_aggregator_that_collects_updates_is_named():
         fedsim.audit(fedavg(PythonLoop), federation.cohort())
 
 
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TwoCalls(fedsim.algorithms.FedAvg):
+    """Clients also send an update by another aggregator."""
+
+    other: fedsim.aggregators.Aggregator
+
+    def round(self, state, clients):
+        clients.aggregate(self.client_update, self.broadcast(state), name="other", aggregator=self.other)
+        return super().round(state, clients)
+
+
+def test_the_aggregators_of_all_calls_are_seen():
+    three, five = (fedsim.aggregators.SecureMean(max_weight=12.0, minimum=minimum) for minimum in (3, 5))
+    for other, minimum in ((fedsim.aggregators.Mean(), 1), (three, 3)):
+        audit = fedsim.audit(fedavg(TwoCalls, aggregator=five, other=other), federation.cohort())
+        assert audit.minimum == minimum and ("sees no more than the sum" in str(audit)) == (minimum > 1)
+    collecting = fedsim.audit(fedavg(TwoCalls, other=fedsim.aggregators.CoordinateMedian()), federation.cohort())
+    assert "CoordinateMedian needs every client's update" in str(collecting)
+
+
 def test_a_client_s_stage_gets_only_its_own_data():
     """The examples of the other clients are replaced by NaN, one client after another."""
     algorithm, cohort = fedavg(), federation.cohort()

@@ -95,6 +95,17 @@ def test_a_small_budget_that_renyi_divergences_cannot_prove():
     assert noise_multiplier(0.06, EveryRound(), rounds=1, delta=1e-6) < noise
 
 
+def test_where_the_least_noise_suffices_it_is_returned():
+    assert noise_multiplier(1000, EveryRound(), rounds=1, delta=1e-5) == 0.1
+    assert epsilon(0.1, EveryRound(), rounds=1, delta=1e-5) < 100
+
+
+def test_a_delta_that_needs_no_noise_has_the_least_noise(monkeypatch):
+    """One of 1,000 clients takes part, so nothing is revealed of a client with a probability of 0.999."""
+    monkeypatch.setattr("fedsim.privacy._accountant._LEAST_NOISE", 0.5)  # The search down to 0.1 takes longer.
+    assert noise_multiplier(1.0, Poisson(0.001), rounds=1, delta=0.002) == 0.5
+
+
 def test_no_noise_and_no_rounds():
     assert epsilon(0.0, Poisson(0.1), rounds=3, delta=1e-5) == np.inf
     assert epsilon(0.0, Poisson(0.1), rounds=0, delta=1e-5) == 0
@@ -118,6 +129,10 @@ def test_no_noise_and_no_rounds():
         (
             lambda: noise_multiplier(0, Poisson(0.1), rounds=1, delta=1e-5),
             "Expected epsilon > 0 and finite, got epsilon=0: 8 is",
+        ),
+        (
+            lambda: noise_multiplier(1e6, Poisson(0.1), rounds=1, delta=1e-5),
+            "Expected epsilon <= 1000, got epsilon=1000000.0: more protects nobody",
         ),
         (
             lambda: noise_multiplier(1e-4, FixedSize(5, 9), rounds=1, delta=1e-5),

@@ -1,5 +1,7 @@
 """What finished rounds have revealed: by the rounds of each client, with stragglers, and the accountant of a closed form."""
 
+import tracemalloc
+
 import federation
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from scipy.stats import norm
 
 import fedsim
 from fedsim.aggregators import BandedToeplitz, BinaryTree, GaussianMechanism
-from fedsim.privacy import Epochs, Guarantee, actual, participation_of
+from fedsim.privacy import Actual, Epochs, Guarantee, actual, participation_of
 from fedsim.samplers import CyclicSampler, PoissonSampler, ScheduleSampler, ShuffledSampler, Stragglers
 
 DATA = federation.singletons(12)
@@ -65,6 +67,31 @@ def test_a_client_that_never_took_part_has_revealed_nothing():
     assert found.rounds.tolist() == [2, 1] + [0] * 10 and found.epsilon(0.5) == 0
     with pytest.raises(ValueError, match="^Expected one cohort or more"):
         actual(guarantee(CyclicSampler(DATA, clients=4, seed=0)), [])
+
+
+def test_the_text_has_the_rounds_of_the_client_whose_epsilon_it_has():
+    """With correlated noise, two successive rounds may reveal more than three others."""
+    known = guarantee(CyclicSampler(DATA, clients=4, seed=0))
+    found = Actual(rounds=np.array([2, 3, 1]), sensitivity=np.sqrt([6.0, 5.0, 2.0]), guarantee=known)
+    most, middle = (f"{closed_form(np.sqrt(square) / 3, 0.01):.2f}" for square in (6, 5))
+    text = found.text()
+    assert f"ε = {most} for the client whose rounds reveal most (it has 2), and {middle} for the median (3)" in text
+
+
+@pytest.mark.parametrize("matrix", [None, BinaryTree(rounds=200)], ids=["independent", "tree"])
+def test_many_clients_take_little_memory(matrix):
+    """A number for each of 100,000 clients in each of 200 rounds would take 160 MB."""
+    sampler = CyclicSampler(federation.singletons(100_000), clients=10, seed=0)
+    cohorts, known = list(sampler.rounds(200)), guarantee(sampler, matrix=matrix)
+    tracemalloc.start()
+    found = actual(known, cohorts)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30e6
+    assert found.rounds.sum() == 2000 and (found.rounds > 0).sum() == 2000
+    norms = np.ones(200) if matrix is None else np.linalg.norm(matrix.dense(200), axis=0)
+    for round, cohort in enumerate(cohorts):
+        np.testing.assert_allclose(found.sensitivity[cohort.clients], norms[round], rtol=1e-12)
 
 
 def test_stragglers_of_a_random_cohort_are_refused():

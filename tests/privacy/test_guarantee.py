@@ -52,9 +52,9 @@ class Leaky(fedsim.algorithms.FedAvg):
         if self.leak == "map":
             largest = jnp.max(clients.map(lambda shared, client: client.num_examples, shared))
             shared = shared._replace(params=jax.tree.map(lambda x: x * jnp.asarray(largest, x.dtype), shared.params))
-        if self.leak == "another call":
-            name, mean = "other", aggregators.Mean()
-            clients.aggregate(self.client_update, shared, name=name, aggregator=mean)
+        others = {"another call": aggregators.Mean(), "less noise": dataclasses.replace(MECHANISM, noise_multiplier=0.1)}
+        if self.leak in others:
+            clients.aggregate(self.client_update, shared, name="other", aggregator=others[self.leak])
         update, info = clients.aggregate(self.client_update, shared)
         factor = {"loss": info.clients["loss"].sum(), "cohort": info.num_clients, "map": 1}.get(self.leak, 1)
         update = jax.tree.map(lambda x: x * jnp.asarray(factor, x.dtype), update)
@@ -109,6 +109,10 @@ def test_updates_of_a_client_are_counted(algorithm, calls):
         (make(Leaky, leak="cohort"), "the server of Leaky .* depends on count of the cohort, without noise"),
         (make(Leaky, leak="map"), "the server of Leaky .* depends on result of 'map', without noise"),
         (make(Leaky, leak="another call"), "updates to be aggregated by GaussianMechanism, got Mean in Leaky"),
+        (
+            make(Leaky, leak="less noise"),
+            "updates to be aggregated by the algorithm's own GaussianMechanism, got another one in",
+        ),
     ],
 )
 def test_other_ways_from_clients_to_the_server_are_named(algorithm, message):
@@ -180,6 +184,23 @@ def test_a_likely_minimum_is_missed_seldom():
     assert (
         with_likely_minimum(algorithm, of_half).aggregator.minimum == with_likely_minimum(algorithm, sampler).aggregator.minimum
     )
+
+
+def test_with_all_clients_in_every_round_the_minimum_is_the_number_of_those_that_take_a_step():
+    """One of the eight clients has no examples, so a sum of eight would never be revealed."""
+    everyone = fedsim.UniformSampler(federation.data(), clients=8, seed=0)
+    algorithm = make(fedsim.algorithms.FedAvg, DistributedMechanism(1.0, clip=0.5, clients=8, bits=20))
+    for use in (Guarantee.of, functools.partial(calibrated, epsilon=1.0, rounds=3)):
+        with pytest.raises(ValueError, match="^Expected at least minimum=8 clients that take a step .* got 7 in the po"):
+            use(algorithm, everyone, delta=0.01)
+    fitting = with_likely_minimum(algorithm, everyone)
+    assert fitting.aggregator.minimum == 7
+    assert "nobody sees a sum of fewer than 7 clients" in Guarantee.of(fitting, everyone, delta=0.01).assumptions[1]
+
+
+def test_the_initial_parameters_are_an_assumption():
+    guarantee = Guarantee(noise_multiplier=1.0, participation=Poisson(0.1), delta=0.01)
+    assert "Of the start: the initial parameters were not computed from these clients." in guarantee.assumptions
 
 
 @pytest.mark.slow

@@ -23,6 +23,14 @@ def test_the_curve_is_that_of_scikit_learn():
     assert scores.true_positive_rate(0.1) == pytest.approx(max(expected[1][expected[0] <= 0.1]))
 
 
+def test_the_curve_of_infinite_scores_begins_at_zero_too():
+    """Of the six pairs, three are in order, and two have equal scores."""
+    scores = Scores([np.inf, np.inf, 1.0], [np.inf, 0.0])
+    np.testing.assert_allclose(scores.roc(), [[0, 1 / 2, 1 / 2, 1], [0, 2 / 3, 1, 1]])
+    assert scores.auc == pytest.approx((3 + 2 / 2) / 6)
+    assert scores.true_positive_rate(0.1) == 0
+
+
 def test_the_area_of_normal_scores_is_known():
     assert draws(1.0, 20_000, 0).auc == pytest.approx(stats.norm.cdf(1 / np.sqrt(2)), abs=0.01)
 
