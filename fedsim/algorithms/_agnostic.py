@@ -144,6 +144,9 @@ class AgnosticFedAvg(FedAvg):
         return AgnosticShared(state.params, state.round, state.weights / counts)
 
     def client_update(self, shared: AgnosticShared, client: Client) -> ClientUpdate:
+        training = self.local_training(shared, client)
+        training.check_not_private(type(self).__name__, "the losses of domains that its clients send have no noise")
+
         def add(losses: tree.Total, batch: Batch) -> tree.Total:
             own = self._losses(shared.params, batch)
             return losses.add(by_domain(own, batch.mask, batch.examples[self.domain], self.num_domains))

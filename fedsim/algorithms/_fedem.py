@@ -139,5 +139,7 @@ class FedEM(FedAvg):
         return client.parts._replace(kept=self.mixture(shared, client)).join(shared.params)
 
     def train(self, shared: Any, client: Client) -> Local:
+        training = self.local_training(shared, client)
+        training.check_not_private(type(self).__name__, "the weights of a client's mixture have no noise")
         local = super().train(shared, client)
         return local._replace(parts=client.parts._replace(kept=self.mixture(shared, client)))

@@ -145,6 +145,8 @@ class FedProto(Algorithm):
         return self.local_training(shared, client).run(client, client.memory)
 
     def client_update(self, shared: FedProtoState, client: Client) -> ClientUpdate:
+        training = self.local_training(shared, client)
+        training.check_not_private(type(self).__name__, "what its clients send of their classes has no noise")
         local = self.train(shared, client)
 
         def add(sums: tuple[jax.Array, jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array]:

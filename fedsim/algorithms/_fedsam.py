@@ -60,6 +60,7 @@ class FedSAM(FedAvg):
 
     def local_training(self, shared: Any, client: Client) -> LocalTraining:
         training = super().local_training(shared, client)
+        training.check_not_private(type(self).__name__, "its two gradients of a batch would have the same noise")
         return dataclasses.replace(training, gradient=_perturbed(training.gradient or training.loss_and_gradient, self.rho))
 
 

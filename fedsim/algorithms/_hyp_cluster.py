@@ -144,6 +144,8 @@ class SeveralModels(Base):
         losses = self.cluster_losses(shared, client)
         cluster = _best(losses)
         chosen, trainer = _model(shared, client, cluster)
+        training = self.local_training(chosen, trainer)
+        training.check_not_private(type(self).__name__, "the losses by which its clients choose a model have no noise")
         local = super().train(chosen, trainer)
         mean_losses = losses / jnp.maximum(client.num_examples, 1).astype(jnp.float32)
         update = Member(cluster, tree.subtract(chosen.params, local.params))

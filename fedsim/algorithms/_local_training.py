@@ -60,6 +60,8 @@ class LocalTraining:
         Polyak steps and line searches do. Parts that are linear in the parameters may be left out, because they follow from the
         gradient. None takes ``loss``.
       terms: what `with_term` has added.
+      is_private: whether ``gradient`` makes single examples private, see `with_private_examples`. Then `loss_and_gradient`,
+        `mean_loss`, `full_gradient` and `gradient_and_parts`, which would add no noise, raise ``ValueError``.
 
     >>> import fedsim
     >>> def loss(params, batch):
@@ -77,6 +79,7 @@ class LocalTraining:
     gradient: Gradient | None = None
     objective: Loss | None = None
     terms: tuple[Term, ...] = ()
+    is_private: bool = False
 
     @classmethod
     def of(cls, algorithm: Any, shared: Any) -> LocalTraining:
@@ -129,14 +132,28 @@ class LocalTraining:
             lambda params: tree.scale(tree.subtract(params, center), strength),  # one pass over the parameters
         )
 
+    def check_not_private(self, what: str, reason: str) -> None:
+        """Raises ``ValueError`` if single examples are private, for what uses them otherwise than in one gradient of a step.
+
+        >>> import fedsim
+        >>> training = LocalTraining(lambda params, batch: params["w"], fedsim.Batches(size=1), optax.sgd(1.0))
+        >>> training.check_not_private("FedProto", "there is a reason")
+        """
+        if self.is_private:
+            raise ValueError(
+                f"Expected training without private examples for {what}, got that of with_private_examples: {reason}. Use "
+                "FedAvg."
+            )
+
     def loss_and_gradient(self, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         """Returns ``loss`` and its gradient with respect to ``params``, without any other term.
 
         With ``batches.microbatch``, both are the means of those of the microbatches, which are computed one after another.
 
         Raises:
-          ValueError: ``loss`` does not return a scalar.
+          ValueError: ``loss`` does not return a scalar, or single examples are private.
         """
+        self.check_not_private("LocalTraining.loss_and_gradient", "this gradient has no noise")
         mask = getattr(batch, "mask", None)
         if mask is not None and (parts := self.batches.num_microbatches(len(mask))) > 1:
             return self._over_microbatches(params, divided(batch, parts))
@@ -219,7 +236,11 @@ class LocalTraining:
         """Returns a client's mean loss over all its examples at these parameters, ``float32 []``. With dropout it is random.
 
         Other parts of the model are those with which the client started.
+
+        Raises:
+          ValueError: single examples are private.
         """
+        self.check_not_private("LocalTraining.mean_loss", "the mean loss of a client has no noise")
 
         def add(losses: metrics.MeanLoss, batch: Batch) -> metrics.MeanLoss:
             count = jnp.sum(batch.mask, dtype=jnp.float32)
@@ -232,6 +253,9 @@ class LocalTraining:
         """Returns a client's mean loss over its examples at these parameters, and the gradient of this loss, without terms.
 
         Other parts of the model are those with which the client started.
+
+        Raises:
+          ValueError: single examples are private.
         """
         loss, gradient, _ = self._full_pass(client, params, "preview")
         return loss, gradient
@@ -239,12 +263,16 @@ class LocalTraining:
     def gradient_and_parts(self, client: Client, params: Params) -> tuple[jax.Array, Params, ModelParts | tuple[()]]:
         """Returns what `full_gradient` returns, over the batches of the client's training in this round, and the parts of the
         model after it, with new running statistics.
+
+        Raises:
+          ValueError: single examples are private.
         """
         return self._full_pass(client, params, None)
 
     def _full_pass(
         self, client: Client, params: Params, purpose: str | None
     ) -> tuple[jax.Array, Params, ModelParts | tuple[()]]:
+        self.check_not_private("LocalTraining.full_gradient", "the gradient of all examples of a client has no noise")
         changes = purpose is None and isinstance(client.parts, ModelParts)
 
         def add(before: tuple[_Sums, Any], batch: Batch) -> tuple[_Sums, Any]:

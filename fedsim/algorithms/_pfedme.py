@@ -73,6 +73,7 @@ class PFedMe(FedAvg):
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         training = self.local_training(shared, client)
+        training.check_not_private(type(self).__name__, "its gradients of a batch would all have the same noise")
 
         def step(models: Models, batch: Batch) -> Models:
             copy, own = models

@@ -33,6 +33,11 @@ def with_private_examples(training: LocalTraining, *, clip: float, noise_multipl
     `fedsim.privacy.actual` counts the rounds of each client. The number of a client's examples and the reported losses have no
     noise.
 
+    This is so for algorithms whose clients send nothing else of their examples than what comes of these steps, such as FedAvg,
+    FedProx, SCAFFOLD with ``control_variate="II"`` and Ditto. Those that use examples in other ways raise ``ValueError`` in
+    the first round: by a pass over all examples, as MimeLite, q-FedAvg, adaptive FedProx, agnostic FedAvg, FedALA, FedEM,
+    FedProto, FedDistill, HypCluster and IFCA, or by several gradients of a batch, which would have the same noise, as pFedMe.
+
     Args:
       training: with one epoch of batches in a round.
       clip: C, the largest norm of an example's gradient, positive.
@@ -109,4 +114,4 @@ def with_private_examples(training: LocalTraining, *, clip: float, noise_multipl
         mean = loss / jnp.maximum(jnp.sum(batch.mask, dtype=jnp.float32), 1)
         return mean, jax.tree.map(lambda g, p: g.astype(p.dtype), noised, params)
 
-    return dataclasses.replace(training, gradient=gradient)
+    return dataclasses.replace(training, gradient=gradient, is_private=True)

@@ -86,6 +86,7 @@ class SplitFed(FedAvg):
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         training = self.local_training(shared, client)
+        training.check_not_private(type(self).__name__, "what it sends at the cuts has no noise")
 
         def step(state: tuple[Local, Traffic], batch: Batch) -> tuple[Local, Traffic]:
             local, traffic = state

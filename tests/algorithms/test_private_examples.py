@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import federation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim import metrics, tree
+from fedsim import algorithms, metrics, tree
 from fedsim.algorithms import LocalTraining, with_private_examples
 from fedsim.data import Batch, Batches
 
@@ -135,3 +136,48 @@ def test_what_is_refused(options, message):
         private(**options)
     with pytest.raises(ValueError, match="^Expected training without a gradient of its own"):
         with_private_examples(private(), clip=1.0, noise_multiplier=1.0)
+
+
+def after_a_round(cls, **options):
+    """Returns the state after a round of an algorithm whose local training makes examples private."""
+
+    def local_training(self, shared, client):
+        return with_private_examples(cls.local_training(self, shared, client), clip=1.0, noise_multiplier=1.0)
+
+    options = {"model": federation.model(), "batches": Batches(size=4), "client_optimizer": optax.sgd(0.1)} | options
+    algorithm = type(f"Private{cls.__name__}", (cls,), {"local_training": local_training})(**options)
+    return algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())[0]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "what"),
+    [
+        (algorithms.MimeLite, {}, "LocalTraining.full_gradient"),
+        (algorithms.SCAFFOLD, {"control_variate": "I"}, "LocalTraining.full_gradient"),
+        (algorithms.QFedAvg, {}, "LocalTraining.mean_loss"),
+        (algorithms.AdaptiveFedProx, {}, "LocalTraining.mean_loss"),
+        (algorithms.FedALA, {}, "LocalTraining.loss_and_gradient"),
+        (algorithms.AgnosticFedAvg, {"num_domains": 4, "domain": "y"}, "PrivateAgnosticFedAvg"),
+        (algorithms.PFedMe, {}, "PrivatePFedMe"),
+        (algorithms.FedProto, {}, "PrivateFedProto"),
+        (algorithms.FedDistill, {}, "PrivateFedDistill"),
+        (algorithms.HypCluster, {}, "PrivateHypCluster"),
+        (algorithms.IFCA, {}, "PrivateIFCA"),
+        (algorithms.FedEM, {}, "PrivateFedEM"),
+    ],
+)
+def test_algorithms_that_use_examples_in_other_ways_are_refused(cls, options, what):
+    with pytest.raises(ValueError, match=f"^Expected training without private examples for {what}, got .*noise. Use FedAvg."):
+        after_a_round(cls, **options)
+
+
+@pytest.mark.parametrize("cls", [algorithms.Mime, algorithms.FedSAM, algorithms.PerFedAvg, algorithms.SplitFed])
+def test_algorithms_with_gradients_of_their_own_are_refused(cls):
+    with pytest.raises(ValueError, match="^Expected training without a gradient of its own"):
+        after_a_round(cls)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [algorithms.FedProx, algorithms.SCAFFOLD, algorithms.Ditto, algorithms.MOON, algorithms.FedDyn])
+def test_algorithms_that_send_what_comes_of_the_steps_are_not_refused(cls):
+    after_a_round(cls)
