@@ -178,6 +178,6 @@ def test_algorithms_with_gradients_of_their_own_are_refused(cls):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [algorithms.FedProx, algorithms.SCAFFOLD, algorithms.Ditto, algorithms.MOON, algorithms.FedCM])
+@pytest.mark.parametrize("cls", [algorithms.FedProx, algorithms.SCAFFOLD, algorithms.Ditto, algorithms.MOON, algorithms.FedDyn])
 def test_algorithms_that_send_what_comes_of_the_steps_are_not_refused(cls):
     after_a_round(cls)
