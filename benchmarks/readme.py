@@ -95,7 +95,10 @@ def primitives() -> str:
     """Returns the table of ``docs/primitives.md`` between the two ``measured`` markers, from ``cpu-primitives.json``."""
     table = json.loads((RESULTS / "cpu-primitives.json").read_text())
     derivative = next(row for row in table["rows"] if "derivative" in row)
-    machines = "; ".join(dict.fromkeys(_machine(row["stamp"]) for row in table["rows"]))
+    measured: dict[str, set[int]] = {}
+    for row in table["rows"]:
+        measured.setdefault(_machine(row["stamp"]), set()).add(row.get("devices", 1))
+    machines = "; ".join(f"{name} ({' and '.join(map(str, sorted(own)))} devices)" for name, own in measured.items())
     rows = [
         f"{machines}. Milliseconds per round, the shortest of seven.",
         "",

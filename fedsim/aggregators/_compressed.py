@@ -8,7 +8,7 @@ import jax
 
 from fedsim import checks, rng
 from fedsim.aggregators._aggregator import Memory, Sent, Update, Wrapper
-from fedsim.aggregators._locally_noised import LocallyNoised
+from fedsim.aggregators._locally_noised import check_not_locally_noised
 from fedsim.aggregators._secure_mean import check_not_secure
 from fedsim.compressors import Compressor
 
@@ -47,12 +47,11 @@ class Compressed(Wrapper):
                 raise ValueError(
                     f"Expected one Compressed, got a second one inside it, of {inner.compressor}: remove one of them."
                 )
-            if isinstance(inner, LocallyNoised):
-                raise ValueError(
-                    f"Expected no LocallyNoised inside Compressed, got {inner}: clients would add noise to compressed updates, "
-                    "and send more bits than are counted. Write LocallyNoised(..., inner=Compressed(...))."
-                )
             inner = inner.inner
+        remedy = "Write LocallyNoised(..., inner=Compressed(...))."
+        check_not_locally_noised(
+            self, f"clients would add noise to compressed updates, and send more bits than are counted. {remedy}"
+        )
         check_not_secure(self, "masked vectors are random numbers, which cannot be compressed. Give fewer bits of SecureMean.")
 
     def client_memory(self, update: Update) -> Memory:

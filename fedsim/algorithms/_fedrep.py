@@ -66,28 +66,26 @@ class FedRep(OwnHead, FedAvg):
             """Returns the body of the one and the head of the other."""
             return hk.data_structures.merge(self.split(body)[0], self.split(head)[1])
 
-        def step(local: tuple[Local, Local], batch: Batch) -> tuple[Local, Local]:
-            body, head = local
-            params = body.params
+        def step(before: tuple[Params, Local, Local], batch: Batch) -> tuple[Params, Local, Local]:
+            params, body, head = before
             # One backward pass computes both gradients.
             loss, gradient = training.step_gradient(params, batch)
             zeros = jax.tree.map(jnp.zeros_like, gradient)
 
-            def step_of(part: Local, own: Callable[[Params, Params], Params]) -> Local:
-                """Takes a step of a part, which ``own`` takes of its first argument, and the other part of its second one."""
+            def step_of(part: Local, own: Callable[[Params, Params], Params]) -> tuple[Params, Local]:
+                """Takes a step of one part. ``own(a, b)`` has this part of ``a``, and the other part of ``b``."""
                 moved = dataclasses.replace(
                     training,
                     gradient=lambda params, batch: (loss, own(gradient, zeros)),
                     objective=lambda new, batch: training.step_value(own(new, params), batch),
                     terms=(),
-                ).step(part, batch)
-                return moved._replace(params=own(moved.params, params))
+                ).step(part._replace(params=params), batch)
+                return own(moved.params, params), moved._replace(params=())
 
-            new_body, new_head = step_of(body, joined), step_of(head, lambda new, old: joined(old, new))
-            # The part that is not trained in this step does not change.
-            body, head = tree.select(batch.step < head_steps, (body, new_head), (new_body, head))
-            params = joined(body.params, head.params)
-            return body._replace(params=params), head._replace(params=params)
+            of_body, new_body = step_of(body, joined)
+            of_head, new_head = step_of(head, lambda new, old: joined(old, new))
+            return tree.select(batch.step < head_steps, (of_head, body, new_head), (of_body, new_body, head))
 
-        body, head = client.for_each_batch(self.batches, step, (start, start))
-        return Local(body.params, (), head.loss.merge(body.loss))
+        empty = start._replace(params=())
+        params, body, head = client.for_each_batch(self.batches, step, (start.params, empty, empty))
+        return Local(params, (), head.loss.merge(body.loss))

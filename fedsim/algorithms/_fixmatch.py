@@ -72,6 +72,7 @@ class FixMatch(FedAvg):
 
     capabilities = Capabilities(minimizes=False, scalable=True, unlabelled=True, model_parts=True)
     not_differentiable = "chooses pseudo-labels by a threshold"
+    preview = "the share of confident pseudo-labels"
 
     threshold: float = 0.95
     unlabelled_weight: float = 1.0

@@ -133,11 +133,20 @@ class LocalTraining:
         )
 
     def check_not_private(self, what: str, reason: str) -> None:
-        """Raises ``ValueError`` if single examples are private, for what uses them otherwise than in one gradient of a step.
+        """Raises ``ValueError`` if single examples are private: for methods that use them in other ways than by one gradient in
+        each step.
+
+        Args:
+          what: the method.
+          reason: why the method would reveal examples.
 
         >>> import fedsim
         >>> training = LocalTraining(lambda params, batch: params["w"], fedsim.Batches(size=1), optax.sgd(1.0))
-        >>> training.check_not_private("FedProto", "there is a reason")
+        >>> dataclasses.replace(training, is_private=True).check_not_private(  # doctest: +ELLIPSIS
+        ...     "FedProto", "there is a reason")
+        Traceback (most recent call last):
+        ...
+        ValueError: Expected training without private examples for FedProto, got that of with_private_examples: there is ...
         """
         if self.is_private:
             raise ValueError(
@@ -272,7 +281,8 @@ class LocalTraining:
     def _full_pass(
         self, client: Client, params: Params, purpose: str | None
     ) -> tuple[jax.Array, Params, ModelParts | tuple[()]]:
-        self.check_not_private("LocalTraining.full_gradient", "the gradient of all examples of a client has no noise")
+        method = "gradient_and_parts" if purpose is None else "full_gradient"
+        self.check_not_private(f"LocalTraining.{method}", "the gradient of all examples of a client has no noise")
         changes = purpose is None and isinstance(client.parts, ModelParts)
 
         def add(before: tuple[_Sums, Any], batch: Batch) -> tuple[_Sums, Any]:

@@ -33,10 +33,10 @@ def with_private_examples(training: LocalTraining, *, clip: float, noise_multipl
     `fedsim.privacy.actual` counts the rounds of each client. The number of a client's examples and the reported losses have no
     noise.
 
-    This is so for algorithms whose clients send nothing else of their examples than what comes of these steps, such as FedAvg,
-    FedProx, SCAFFOLD with ``control_variate="II"`` and Ditto. Those that use examples in other ways raise ``ValueError`` in
-    the first round: by a pass over all examples, as MimeLite, q-FedAvg, adaptive FedProx, agnostic FedAvg, FedALA, FedEM,
-    FedProto, FedDistill, HypCluster and IFCA, or by several gradients of a batch, which would have the same noise, as pFedMe.
+    This holds for algorithms whose clients send only what results from these steps, such as FedAvg, FedProx, SCAFFOLD with
+    ``control_variate="II"`` and Ditto. Algorithms that use examples in other ways raise ``ValueError`` in the first round. Some
+    make a pass over all examples: MimeLite, q-FedAvg, adaptive FedProx, agnostic FedAvg, FedALA, FedEM, FedProto, FedDistill,
+    HypCluster and IFCA. pFedMe computes several gradients of a batch, which would all have the same noise.
 
     Args:
       training: with one epoch of batches in a round.

@@ -393,8 +393,11 @@ class DecentralizedAlgorithm(Algorithm):
         local, new = self.train_node(Shared(own, round), client, kept)
         movement, moved = self._split(tree.subtract(own, local.params))
         changed = tree.subtract(statistics, (local.parts or parts)._replace(frozen=()))
-        floats = [x for x in jax.tree.leaves((movement, moved, changed, new)) if tree.is_float(x)]
-        finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in floats])
+        floats = [jnp.isfinite(x) for x in jax.tree.leaves((movement, moved, changed)) if tree.is_float(x)]
+        # The state of an optimizer may begin with an infinity, such as the best value so far, and keep it for some steps.
+        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(kept), strict=True)
+        floats += [jnp.isfinite(x) | (jnp.isinf(x) & jnp.isinf(before)) for x, before in pairs if tree.is_float(x)]
+        finite = functools.reduce(jnp.logical_and, map(jnp.all, floats))
         zeros = jax.tree.map(jnp.zeros_like, (movement, moved, changed))
         movement, moved, changed, kept = tree.select(finite, (movement, moved, changed, new), (*zeros, kept))
         if self.local_noise is not None:  # Of zeros, too: without it, neighbours would see whose training was not finite.

@@ -98,6 +98,7 @@ class RecallAtK:
         labels = (examples["y"] != 0).astype(jnp.int32)
         largest = jax.lax.top_k(outputs, min(self.k, outputs.shape[1]))[1]
         hits = jnp.sum(jnp.take_along_axis(labels, largest, axis=1), axis=1)
+        hits = jnp.where(jnp.any(jnp.isnan(outputs), axis=1), 0, hits)
         return Mean(hits, jnp.sum(labels, axis=1), better="higher")
 
 
@@ -106,8 +107,9 @@ def predicted_class(logits: jax.Array) -> jax.Array:
 
     No label has that class, so a model whose outputs are NaN is never right.
     """
-    is_known = ~jnp.any(jnp.isnan(logits), axis=-1)
-    return jnp.where(is_known, jnp.argmax(logits, axis=-1), logits.shape[-1]).astype(jnp.int32)
+    largest = jnp.argmax(logits, axis=-1)
+    value = jnp.take_along_axis(logits, largest[..., None], axis=-1)[..., 0]  # NaN if one of them is
+    return jnp.where(jnp.isnan(value), logits.shape[-1], largest).astype(jnp.int32)
 
 
 def in_top_k(logits: jax.Array, labels: jax.Array, k: int) -> jax.Array:
@@ -115,5 +117,6 @@ def in_top_k(logits: jax.Array, labels: jax.Array, k: int) -> jax.Array:
     labels = labels.astype(jnp.int32)[..., None]
     own = jnp.take_along_axis(logits, labels, axis=-1)
     before = (logits > own) | ((logits == own) & (jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < labels))
-    # A logit of minus infinity (a class that is ruled out) or NaN is never a hit.
-    return (jnp.sum(before, axis=-1) < k) & (own[..., 0] > -jnp.inf)
+    # A logit of minus infinity (a class that is ruled out) is never a hit, nor is one beside a logit that is NaN.
+    is_known = predicted_class(logits) < logits.shape[-1]
+    return is_known & (jnp.sum(before, axis=-1) < k) & (own[..., 0] > -jnp.inf)

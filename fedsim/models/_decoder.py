@@ -259,8 +259,8 @@ def decoder_of(config: Mapping[str, Any], *, length: int, remat: bool = True) ->
     """
     kind = config.get("model_type")
     if kind == "gpt2":
-        _expect(config, activation_function="gelu_new", scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True)
-        _expect(config, tie_word_embeddings=True)
+        computed = dict(scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True, tie_word_embeddings=True)
+        _expect(config, activation_function="gelu_new", **computed)
         return decoder(
             config["vocab_size"], length=length, width=config["n_embd"], layers=config["n_layer"], heads=config["n_head"],
             hidden=config.get("n_inner") or 4 * config["n_embd"], positions="learned",

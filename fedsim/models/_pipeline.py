@@ -65,8 +65,8 @@ def pipelined(stage: Callable[[Any, Any], Any], params: Any, inputs: Any, *, mic
         outputs = of_all(params, jax.tree.map(entering, parts, outputs))
         return outputs, jax.tree.map(lambda x: x[-1], outputs)
 
-    # Before the first microbatch arrives, a stage computes what nobody reads. At zeros, such as a mask of False, its derivative
-    # could be NaN.
+    # Before the first microbatch arrives, a stage computes values that are not used. At zeros, such as a mask of False, their
+    # derivative could be NaN.
     first = jax.tree.map(lambda x: jnp.broadcast_to(x[0], (stages, *x.shape[1:])), parts)
     _, last = jax.lax.scan(step, first, jnp.arange(microbatches + stages - 1))
     return jax.tree.map(lambda x: x[stages - 1 :].reshape(rows, *x.shape[2:]), last)

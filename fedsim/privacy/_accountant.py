@@ -124,8 +124,7 @@ def noise_multiplier(
     """
     from scipy.optimize import brentq
 
-    checks.positive(epsilon=epsilon, remedy="8 is a weak guarantee, 1 a strong one")
-    checks.number(most=_MOST_EPSILON, epsilon=epsilon, remedy="more protects nobody; choose the noise multiplier instead")
+    check_epsilon(epsilon)
     checks.whole(1, rounds=rounds)
     known = participation_of(participation)
 
@@ -167,6 +166,14 @@ def noise_multiplier(
     raise ValueError(
         f"Expected an epsilon that noise can reach, got epsilon={epsilon}: with delta={delta} and rounds={rounds}, the "
         f"accountant proves no less than {epsilon + excess(_MOST_NOISE, method):.3g} for any noise. Give a larger one."
+    )
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raises ``ValueError`` unless ε is above 0 and at most 1000."""
+    checks.positive(epsilon=epsilon, remedy="8 is a weak guarantee, 1 a strong one")
+    checks.number(
+        most=_MOST_EPSILON, epsilon=epsilon, remedy="a larger one protects nobody; choose the noise multiplier instead"
     )
 
 

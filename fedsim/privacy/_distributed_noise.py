@@ -15,7 +15,7 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.aggregators import DistributedMechanism
-from fedsim.privacy._accountant import _dp_accounting
+from fedsim.privacy._accountant import _dp_accounting, check_epsilon
 from fedsim.privacy._participation import EveryRound, Participation, Poisson, participation_of
 from fedsim.samplers import Sampler
 
@@ -85,7 +85,7 @@ def distributed_noise_multiplier(
     The scale of the integers depends on the noise, so both are found together, as TensorFlow Federated does it.
 
     Args:
-      epsilon: ε, positive.
+      epsilon: ε, above 0, at most 1000, as for `noise_multiplier`.
       mechanism: clients' noise, whose own noise multiplier is not used.
       size, participation, rounds, delta: see `distributed_epsilon`.
 
@@ -105,7 +105,7 @@ def distributed_noise_multiplier(
     """
     from scipy.optimize import brentq
 
-    checks.positive(epsilon=epsilon, remedy="8 is a weak guarantee, 1 a strong one")
+    check_epsilon(epsilon)
     checks.whole(1, rounds=rounds)
 
     def excess(log: float) -> float:

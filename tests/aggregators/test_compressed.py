@@ -150,7 +150,9 @@ def test_nested_compression_raises_an_error():
 
 def test_noise_on_compressed_updates_is_refused():
     """Its messages would be dense, and the bits of the compressor would be counted."""
-    with pytest.raises(ValueError, match=r"^Expected no LocallyNoised inside Compressed, .*Write LocallyNoised"):
+    with pytest.raises(
+        ValueError, match=r"^Expected an aggregator without LocallyNoised inside Compressed, .*Write LocallyNoised"
+    ):
         Compressed(Eden(), inner=Clipped(1.0, inner=LocallyNoised(1.0, clip=0.5)))
     sent = LocallyNoised(1.0, clip=0.5, inner=Compressed(TopK(fraction=0.5))).send(jnp.ones(4), (), (), jax.random.key(0))
     assert np.count_nonzero(sent.update) == 2

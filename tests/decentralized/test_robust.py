@@ -372,3 +372,15 @@ def test_trimmed_mixing_counts_only_messages():
     assert stored.nnz == 16
     with pytest.raises(ValueError, match="node 0 has 0 neighbours"):
         make(weights=[stored], topology=decentralized.complete(4), robust_mixing=decentralized.TrimmedMixing(1))
+
+
+def test_an_optimizer_may_keep_an_infinity():
+    """As optax's reduce_on_plateau does, whose best value so far begins with it."""
+    best = optax.GradientTransformation(
+        lambda params: jnp.float32(jnp.inf), lambda updates, state, params=None: (updates, state)
+    )
+    algorithm = make("DecentralizedDiLoCo", client_optimizer=optax.chain(optax.sgd(0.3), best))
+    state, info = run(algorithm)
+    assert int(info["dropped"]) == 0
+    start = algorithm.init(jax.random.key(1))
+    assert all(np.any(x != y) for x, y in zip(jax.tree.leaves(start.models), jax.tree.leaves(state.models), strict=True))

@@ -175,3 +175,5 @@ def test_outputs_that_are_not_a_number_are_no_prediction():
     assert f1.tolist() == [0, 1]
     tokens = metrics.TokenAccuracy()({"y": jnp.array([[1, 1]])}, jnp.array([[[jnp.nan, 5.0], [0.0, 5.0]]]))
     assert tokens.total.tolist() == [1]
+    assert metrics.TopKAccuracy(2)(examples, outputs).total.tolist() == [0, 1]
+    assert metrics.RecallAtK(1)({"y": jnp.array([[1, 1], [0, 1]])}, outputs).total.tolist() == [0, 1]

@@ -432,6 +432,10 @@ def test_padding_must_not_enter_statistics(data):
     assert np.isfinite(state.params["head"]["w"]).all()
 
 
+def unchanged(key, examples):
+    return examples
+
+
 @pytest.mark.parametrize("how", [{"drop_remainder": True}, {"steps": 2}])
 @pytest.mark.parametrize(
     ("cls", "options", "what"),
@@ -442,19 +446,20 @@ def test_padding_must_not_enter_statistics(data):
         (algorithms.MimeLite, {}, "the gradient"),
         (algorithms.Mime, {}, "the gradient"),
         (algorithms.AgnosticFedAvg, {"num_domains": 3, "domain": "y"}, "the losses of the domains"),
+        (algorithms.FixMatch, {"weak": unchanged, "strong": unchanged}, "the share of confident pseudo-labels"),
     ],
 )
 def test_padding_must_not_enter_a_pass_over_all_examples(cls, options, what, how):
     """These passes read all examples, whatever the training reads."""
     columns = {"x": np.ones((11, 4), np.float32), "y": np.arange(11, dtype=np.int32) % 3}
     data = fedsim.FederatedData.from_arrays(columns, sizes=[5, 6])
-    model = make_model(plain_norm, statistics="client")
+    model, masked = (dataclasses.replace(make_model(*norm, statistics="client"), num_classes=3) for norm in ((plain_norm,), ()))
     batches = fedsim.Batches(size=4, **how)
     for without in (algorithms.FedAvg, algorithms.SCAFFOLD):
         fedavg(model, without, batches=batches).check(data)
     with pytest.raises(ValueError, match=rf"of 2 of 2 clients.*\(.*mean\) of the pass .* computes {what}: choose a batch size"):
         fedavg(model, cls, batches=batches, **options).check(data)
-    fedavg(make_model(statistics="client"), cls, batches=batches, **options).check(data)
+    fedavg(masked, cls, batches=batches, **options).check(data)
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_no_noise_and_no_rounds():
         ),
         (
             lambda: noise_multiplier(1e6, Poisson(0.1), rounds=1, delta=1e-5),
-            "Expected epsilon <= 1000, got epsilon=1000000.0: more protects nobody",
+            "Expected epsilon <= 1000, got epsilon=1000000.0: a larger one protects nobody",
         ),
         (
             lambda: noise_multiplier(1e-4, FixedSize(5, 9), rounds=1, delta=1e-5),
