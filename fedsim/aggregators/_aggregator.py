@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from fedsim import checks, tree
 Update = Any
 Accumulator = Any
 Memory = Any
+W = TypeVar("W", bound="Wrapper")
 
 
 class Sent(NamedTuple):
@@ -294,6 +295,19 @@ class Wrapper(Aggregator):
     @property
     def innermost(self) -> Aggregator:
         return self.inner.innermost
+
+    def find(self, kind: type[W]) -> W | None:
+        """Returns the first wrapper of a kind inside this one, from the outermost on; None if there is none.
+
+        >>> Wrapper(inner=Wrapper(inner=Sum())).find(Wrapper).inner
+        Sum()
+        """
+        inner = self.inner
+        while isinstance(inner, Wrapper):
+            if isinstance(inner, kind):
+                return inner
+            inner = inner.inner
+        return None
 
     def check(self, update: Update, slots: int) -> None:
         self.inner.check(update, slots)

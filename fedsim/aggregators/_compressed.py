@@ -41,13 +41,10 @@ class Compressed(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.instance(Compressor, "Eden(bits=1)", compressor=self.compressor)
-        inner = self.inner
-        while isinstance(inner, Wrapper):
-            if isinstance(inner, Compressed):
-                raise ValueError(
-                    f"Expected one Compressed, got a second one inside it, of {inner.compressor}: remove one of them."
-                )
-            inner = inner.inner
+        if second := self.find(Compressed):
+            raise ValueError(
+                f"Expected one Compressed, got a second one inside it, of {second.compressor}: remove one of them."
+            )
         remedy = "Write LocallyNoised(..., inner=Compressed(...))."
         check_not_locally_noised(
             self, f"clients would add noise to compressed updates, and send more bits than are counted. {remedy}"

@@ -75,10 +75,7 @@ class LocallyNoised(Wrapper):
 
 def check_not_locally_noised(wrapper: Wrapper, reason: str) -> None:
     """Raises ``ValueError`` if there is a `LocallyNoised` inside, for wrappers that send more than what it adds noise to."""
-    inner = wrapper.inner
-    while isinstance(inner, Wrapper):
-        if isinstance(inner, LocallyNoised):
-            raise ValueError(
-                f"Expected an aggregator without LocallyNoised inside {type(wrapper).__name__}, got {wrapper.inner}: {reason}"
-            )
-        inner = inner.inner
+    if wrapper.find(LocallyNoised):
+        raise ValueError(
+            f"Expected an aggregator without LocallyNoised inside {type(wrapper).__name__}, got {wrapper.inner}: {reason}"
+        )

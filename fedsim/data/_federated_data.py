@@ -587,7 +587,7 @@ def _group_by_client(clients: np.ndarray) -> tuple[list[str], np.ndarray]:
 
 
 def _is_missing(value: Any) -> bool:
-    """Returns whether a value is None, NaN or NA of pandas, which is what the comparison of NA with itself gives, too."""
+    """Returns whether a value is None, NaN or pandas' NA, whose comparison with itself is neither True nor False."""
     differs = value != value
     return value is None or (differs is not False and differs is not np.False_)
 
