@@ -98,7 +98,7 @@ class Algorithm:
         once, at a later call. Where clients add noise, such a client sends its noise alone. ``"raise"`` raises
         ``FloatingPointError``; it waits for every round.
       update_norms: whether the round's info has the ``update_norm`` of every client, the Euclidean norm of its update before
-        compression and clipping, for the metrics and for samplers that it steers.
+        compression and clipping and without auxiliary data, for the metrics and for samplers that it steers.
 
     Guarantees:
       - `apply` does not change its arguments, and its result depends on nothing else.

@@ -13,6 +13,7 @@ from fedsim.aggregators._aggregator import accumulation_dtype as accumulation_dt
 from fedsim.aggregators._aux_mean import AuxMean as AuxMean
 from fedsim.aggregators._aux_mean import WithAux as WithAux
 from fedsim.aggregators._aux_mean import with_aux_of as with_aux_of
+from fedsim.aggregators._aux_mean import with_empty_aux as with_empty_aux
 from fedsim.aggregators._bucketing import Bucketing as Bucketing
 from fedsim.aggregators._bulyan import Bulyan as Bulyan
 from fedsim.aggregators._centred_clipping import CentredClipping as CentredClipping

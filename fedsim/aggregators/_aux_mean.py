@@ -136,3 +136,14 @@ def with_aux_of(other: Update, update: Update) -> Update:
     if isinstance(update, Member):
         return update._replace(update=with_aux_of(other.update, update.update))
     return WithAux(with_aux_of(other.update, update.update), other.aux) if isinstance(update, WithAux) else update
+
+
+def with_empty_aux(update: Update) -> Update:
+    """Returns ``update`` with () as its auxiliary data, so that only coordinates of the update are left.
+
+    >>> with_empty_aux(WithAux(WithAux(1.0, aux=7.0), aux=8.0))
+    WithAux(update=WithAux(update=1.0, aux=()), aux=())
+    """
+    if isinstance(update, Member):
+        return update._replace(update=with_empty_aux(update.update))
+    return WithAux(with_empty_aux(update.update), ()) if isinstance(update, WithAux) else update

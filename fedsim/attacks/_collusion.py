@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import rng, tree
-from fedsim.aggregators import Aggregator, StackAggregator, WithAux, Wrapper, accumulation_dtype, with_aux_of
+from fedsim.aggregators import Aggregator, StackAggregator, Wrapper, accumulation_dtype, with_aux_of, with_empty_aux
 from fedsim.attacks._attack import Attack, Update
 
 
@@ -136,7 +136,7 @@ class _CollusionWrapper(Wrapper):
                 f"{type(self.attack).__name__} computes updates of attackers, but {self.inner} receives more than updates: use "
                 "an attack without collusion, such as SignFlip or LabelFlip, or another aggregator."
             )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(_without_aux(update)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(with_empty_aux(update)):
             if not tree.is_float(leaf):
                 raise ValueError(
                     f"{type(self.attack).__name__} needs updates of floats, because it computes their mean, got "
@@ -153,7 +153,7 @@ class _CollusionWrapper(Wrapper):
         # Auxiliary data may be integers or booleans. Their mean is a float.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype if tree.is_float(x) else jnp.float32), update)
         weights = jnp.zeros(slots, jnp.float32)
-        updates = _STACK.zero(_without_aux(update), slots) if self.attack.needs_updates else ()
+        updates = _STACK.zero(with_empty_aux(update), slots) if self.attack.needs_updates else ()
         return _Accumulator(super().zero(update, slots), Moments(jnp.float32(0), zeros, zeros), weights, updates)
 
     def accumulate(self, accumulator: _Accumulator, update: Update, weight: jax.Array, slot: jax.Array) -> _Accumulator:
@@ -161,7 +161,7 @@ class _CollusionWrapper(Wrapper):
         mean = jax.tree.map(lambda x, mean: x.astype(mean.dtype), update, accumulator.moments.mean)
         updates = accumulator.updates
         if self.attack.needs_updates:
-            updates = _STACK.accumulate(updates, _without_aux(update), honest, slot)
+            updates = _STACK.accumulate(updates, with_empty_aux(update), honest, slot)
         one = Moments((honest != 0).astype(jnp.float32), mean, jax.tree.map(jnp.zeros_like, mean))
         return _Accumulator(
             super().accumulate(accumulator.inner, update, honest, slot),
@@ -192,7 +192,7 @@ class _CollusionWrapper(Wrapper):
         deviation = jax.tree.map(lambda x: jnp.sqrt(x / jnp.maximum(clients, 1).astype(x.dtype)), squares)
         weights = accumulator.weights
         attackers = jnp.sum(weights != 0, dtype=jnp.float32)
-        known = HonestStatistics(_without_aux(mean), _without_aux(deviation), clients, attackers)
+        known = HonestStatistics(with_empty_aux(mean), with_empty_aux(deviation), clients, attackers)
         if self.attack.needs_updates:
             updates, honest = _STACK.stacked(accumulator.updates)
             known = known._replace(updates=updates, is_honest=honest != 0)
@@ -210,11 +210,6 @@ class _CollusionWrapper(Wrapper):
             return jax.lax.cond(weights[slot] != 0, add_attacker, lambda _, inner: inner, slot, inner)
 
         return super().finish_round(jax.lax.fori_loop(0, len(weights), add, accumulator.inner), memory, key)
-
-
-def _without_aux(update: Update) -> Update:
-    """Returns an update with () as its auxiliary data, which is not attacked and does not count in distances."""
-    return with_aux_of(WithAux((), ()), update)
 
 
 def _merge(moments: Moments, weights: jax.Array) -> tuple[Moments, jax.Array]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import rng, tree
-from fedsim.aggregators import Aggregator, with_aux_of
+from fedsim.aggregators import Aggregator, with_aux_of, with_empty_aux
 from fedsim.attacks import Attack
 from fedsim.model import ModelParts
 from fedsim.rounds._client import Client, ClientPlan, ClientUpdate
@@ -181,7 +181,7 @@ def send_up(
     counts = jnp.isfinite(weight) if aggregator.counts_nonfinite else finite
     arrived = tree.select(finite, arrived, zeros)
     if with_norm:
-        floats = [leaf for leaf in jax.tree.leaves(arrived) if tree.is_float(leaf)]
+        floats = [leaf for leaf in jax.tree.leaves(with_empty_aux(arrived)) if tree.is_float(leaf)]
         entries["update_norm"] = jnp.sqrt(tree.squared_norm(floats)).astype(jnp.float32)
     if not aggregator.sends_unchanged:
         message = aggregator.send(arrived, server_memory, aggregator_memory, rng.stream(client.key, "send"))

@@ -376,6 +376,28 @@ def test_server_optimizers_rules_clips_compressors_and_noise_see_parameters_only
         np.testing.assert_array_equal(x, y)
 
 
+def test_norms_of_updates_are_those_of_parameters(data):
+    averaged, own = (
+        trained(fedavg(make_model(statistics=each), update_norms=True), data)[1].clients["update_norm"]
+        for each in ("average", "client")
+    )
+    np.testing.assert_array_equal(averaged, own)
+    assert np.min(own) > 0
+
+
+@pytest.mark.slow
+def test_colluding_attackers_see_neither_statistics_nor_losses(data):
+    """Updates of q-FedAvg have auxiliary data of their own, inside of those with running statistics."""
+    sampler = fedsim.UniformSampler(data, clients=4, seed=0)
+    sampler = fedsim.samplers.Attacked(sampler, fedsim.attacks.MinMax(), fraction=0.25, seed=0)
+    states = []
+    for each in ("average", "client"):
+        algorithm = fedavg(make_model(statistics=each), algorithms.QFedAvg, q=1.0)
+        states.append(algorithm.apply(algorithm.init(jax.random.key(0)), sampler.cohort(0))[0].server)
+    for x, y in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 # Bits of a message with n numbers. Of a quarter of them, the values are sent, and one bit for each number says which.
 MESSAGES = {
     "plain": (algorithms.FedAvg, {}, lambda n: 32 * n),
