@@ -16,6 +16,7 @@ import numpy as np
 import fedsim
 from benchmarks import hardware
 from fedsim.configuration import RunConfig, Settings, build
+from fedsim.experiment import run_experiment
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -99,19 +100,12 @@ def train(name: str, data: Path, seed: int) -> dict[str, Any]:
     title, below, options = RUNS[name]
     published = {"clients": 10, "batch_size": 20, "epochs": 1}
     config = RunConfig(**(published | options), data=str(data / below), seed=seed)
-    experiment = build(config, Settings())
-    algorithm, sampler, test_data = experiment
     stamp = hardware.stamp("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        result = fedsim.experiment.run(
-            algorithm,
-            sampler,
-            rounds=config.rounds,
-            folder=Path(folder) / "run",
-            test_data=test_data,
-            evaluate_every=config.evaluate_every,
-            config=dataclasses.replace(config, data=below),
-        )
+        settings = Settings(folder=str(Path(folder) / "run"))
+        experiment = build(config, settings)
+        result = run_experiment(experiment, config, settings)
+    training, test_data = experiment.sampler.data, experiment.test_data
     tested = [line for line in result.history if "test_accuracy" in line]
     return {
         "run": name,
@@ -119,9 +113,9 @@ def train(name: str, data: Path, seed: int) -> dict[str, Any]:
         **stamp,
         "jax": jax.__version__,
         "config": dataclasses.asdict(dataclasses.replace(config, data=below)),
-        "train": [sampler.data.num_clients, sampler.data.num_examples],
+        "train": [training.num_clients, training.num_examples],
         "test": [test_data.num_clients, test_data.num_examples],
-        "most_frequent": round(constant_prediction(algorithm.model, sampler.data, test_data), 4),
+        "most_frequent": round(constant_prediction(experiment.algorithm.model, training, test_data), 4),
         "last": tested[-1],
         "accuracy": {line["round"]: round(line["test_accuracy"], 4) for line in tested},
     }
