@@ -71,7 +71,7 @@ class AuxMean(Wrapper):
 
     @property
     def sends_unchanged(self) -> bool:
-        return self.inner.sends_unchanged
+        return type(self).send is AuxMean.send and self.inner.sends_unchanged
 
     def check(self, update: WithAux, slots: int) -> None:
         self.inner.check(update.update, slots)

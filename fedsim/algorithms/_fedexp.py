@@ -31,10 +31,6 @@ from fedsim.rounds import Client, ClientUpdate, RoundInfo
 class SquaredNormMean(AuxMean):
     """`AuxMean` whose auxiliary data is the squared norm of each update as the server receives it."""
 
-    @property
-    def sends_unchanged(self) -> bool:
-        return False
-
     def send(self, update: WithAux, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
         sent = super().send(update, server_memory, memory, key)
         received: Update = sent.update.update

@@ -115,3 +115,17 @@ def test_a_cohort_too_small_for_krum_raises_an_error_before_the_first_round():
     algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), aggregator=aggregators.Krum(attackers=3))
     with pytest.raises(ValueError, match=r"Krum\(attackers=3\) needs cohorts of at least"):
         algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+
+
+class Doubled(aggregators.AuxMean):
+    def send(self, update, server_memory, memory, key):
+        sent = super().send(update, server_memory, memory, key)
+        return sent._replace(update=sent.update._replace(update=jax.tree.map(lambda x: 2 * x, sent.update.update)))
+
+
+def test_what_a_subclass_of_aux_mean_sends_is_what_arrives():
+    plain, doubled = (make(cls(), JIT) for cls in (aggregators.AuxMean, Doubled))
+    moved = [each.apply(each.init(jax.random.key(0)), federation.cohort())[0] for each in (plain, doubled)]
+    once, twice = (jax.device_get(getattr(state, "server", state)) for state in moved)
+    federation.assert_trees_close(jax.tree.map(lambda x: 2 * x, once), twice)
+    assert np.any(once["x"])
