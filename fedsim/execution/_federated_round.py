@@ -123,7 +123,7 @@ def federated_round(
 
     Args:
       algorithm: whose round it is; it must not override ``apply``.
-      state: the state before the round.
+      state: the state before the round, whose memories of these clients are among the arguments.
       cohort: the clients.
 
     `fedsim.primitives.stages` shows what the server does with the clients' values:
@@ -138,8 +138,10 @@ def federated_round(
     [0, 1, 2, 0]
     """
     round, placement = _Round.of(algorithm, state, cohort), Placement("clients", cohort.slots)
-    row = jax.tree.map(lambda x: jnp.zeros((cohort.slots, *x.shape), x.dtype), round.program.first.clients)
-    memories = ClientTable(row, jnp.zeros(cohort.slots, bool)) if jax.tree.leaves(row) else ()
+    table, plan = round.state.clients, round.plan
+    if isinstance(table, ClientRows):
+        table, plan = _memory.gathered(table, plan, len(cohort), Jit().mesh())
+    memories = () if table == () else rows_of(table, jnp.asarray(plan.memory))
 
     @primitives.without_mesh_of_context()
     def program(numbers: Any, state: State, key: jax.Array, columns: Placed, memories: Any) -> tuple[State, Any, Any]:

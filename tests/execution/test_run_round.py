@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim.execution import Execution, run_round
+from fedsim.execution import Execution, federated_round, run_round
 
 
 def run_exported(program, leaves):
@@ -87,3 +87,25 @@ def test_a_result_too_few_or_too_many_is_refused(results):
 
     with pytest.raises(ValueError, match=f"results of 3 clients, in their order, got {results}"):
         run_round(algorithm, algorithm.init(jax.random.key(0)), cohort, wrong)
+
+
+@pytest.mark.parametrize("memory", ["stream", "resident"])
+def test_the_federated_program_continues_from_the_memories_of_a_state(memory):
+    """A client of each round is new, so that some clients are seen in the second round and some are not."""
+    data = fedsim.datasets.load("digits(clients=5)").train
+    algorithm = fedsim.algorithms.SCAFFOLD(
+        model=fedsim.models.digits_logistic(),
+        client_optimizer=optax.sgd(0.1),
+        batches=fedsim.Batches(size=50),
+        execution=fedsim.Jit(memory=memory),
+    )
+    ids = data.client_ids
+    first, second = fedsim.Cohort.of(data, ids[:3]), fedsim.Cohort.of(data, [ids[3], ids[0], ids[2]], round=1)
+    state = algorithm.apply(algorithm.init(jax.random.key(0)), first)[0]
+    expected = algorithm.apply(state, second)[0]
+    program, arguments = federated_round(algorithm, state, second)
+    after, _, memories = program(*arguments)
+    federation.assert_trees_close(after.server, expected.server, rtol=1e-6, atol=1e-6)
+    table = federation.plain(expected).clients
+    rows = jax.tree.map(lambda x: np.asarray(x)[second.clients], table)
+    federation.assert_trees_close(tuple(memories.stacked), tuple(rows), rtol=1e-6, atol=1e-6)
