@@ -14,7 +14,7 @@ from fedsim import checks
 from fedsim.aggregators import Aggregator, DistributedMechanism, GaussianMechanism, LocallyNoised, Mean, SecureMean, Wrapper
 from fedsim.compressors import Compressor
 from fedsim.data import Batches, Cohort, FederatedData
-from fedsim.execution import Auto, Execution, cut_rows, remembered, watch_problems
+from fedsim.execution import Auto, Execution, cut_rows, remembered, watch_problems, without_arrivals
 from fedsim.model import PARTS_IN_WORDS, Model, ModelParts
 from fedsim.rounds import Client, Clients, ClientUpdate, FederatedState, RoundInfo, Staleness
 
@@ -408,13 +408,7 @@ def map_clients(
     >>> map_clients(largest, jnp.float32(1.5), Cohort.of(data, ["0", "1"])).tolist()
     [2.0, 6.0]
     """
-    if (arrivals := cohort.arrivals) is not None:
-        if np.any(arrivals.staleness) or np.any(arrivals.key_rounds != cohort.round):
-            raise ValueError(
-                f"Expected clients that start in round {cohort.round} for map_clients, got some that started earlier: give a "
-                "cohort of a sampler without a virtual clock."
-            )
-        cohort = dataclasses.replace(cohort, arrivals=None)  # Their weights and scales are for aggregation.
+    cohort = without_arrivals(cohort, "map_clients")
     make = _map_of if isinstance(work, Hashable) else _map_of.__wrapped__
     algorithm = make(work, batches or Batches(size=1, shuffle=False), execution or Auto())
     return cut_rows(algorithm.apply(shared, cohort)[1], cohort.slots)

@@ -17,6 +17,7 @@ from fedsim.execution._execution import Pmap as Pmap
 from fedsim.execution._execution import check_cohorts as check_cohorts
 from fedsim.execution._execution import cut_rows as cut_rows
 from fedsim.execution._execution import runs_with as runs_with
+from fedsim.execution._execution import without_arrivals as without_arrivals
 from fedsim.execution._federated_round import federated_round as federated_round
 from fedsim.execution._federated_round import run_round as run_round
 from fedsim.execution._layout import num_steps as num_steps

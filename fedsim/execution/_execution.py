@@ -472,6 +472,32 @@ def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> N
         attacked.add(first.attack)
 
 
+def without_arrivals(cohort: Cohort, source: str) -> Cohort:
+    """Returns a cohort without its arrivals, whose weights and scales are for aggregation.
+
+    Args:
+      cohort: the clients.
+      source: what needs them, for the error message.
+
+    Raises:
+      ValueError: clients have started in earlier rounds; without an algorithm there is no model of these rounds.
+
+    >>> from fedsim.data import FederatedData
+    >>> from fedsim.samplers import ClusteredSampling
+    >>> data = FederatedData.from_arrays({"x": np.zeros(3, np.float32)}, sizes=[1, 2])
+    >>> without_arrivals(ClusteredSampling(data, clients=1, seed=0).cohort(0), "map_clients").arrivals is None
+    True
+    """
+    if (arrivals := cohort.arrivals) is None:
+        return cohort
+    if np.any(arrivals.staleness) or np.any(arrivals.key_rounds != cohort.round):
+        raise ValueError(
+            f"Expected clients that start in round {cohort.round} for {source}, got some that started earlier: give a cohort "
+            "of a sampler without a virtual clock."
+        )
+    return dataclasses.replace(cohort, arrivals=None)
+
+
 def _check_arriving(algorithm: FederatedAlgorithm, cohort: Cohort) -> None:
     """Raises ``ValueError`` if the clients of an algorithm cannot have other examples in other rounds."""
     if getattr(getattr(algorithm, "capabilities", None), "reads_on", False):

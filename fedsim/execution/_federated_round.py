@@ -126,6 +126,9 @@ def federated_round(
       state: the state before the round, whose memories of these clients are among the arguments.
       cohort: the clients.
 
+    Raises:
+      ValueError: the algorithm cannot run on these clients.
+
     `fedsim.primitives.stages` shows what the server does with the clients' values:
 
     >>> import fedsim
@@ -137,6 +140,7 @@ def federated_round(
     >>> program(*arguments)[0].counts.tolist()
     [0, 1, 2, 0]
     """
+    check_cohorts(algorithm, [cohort])
     round, placement = _Round.of(algorithm, state, cohort), Placement("clients", cohort.slots)
     table, plan = round.state.clients, round.plan
     if isinstance(table, ClientRows):

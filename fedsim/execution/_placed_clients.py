@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedsim.data import Batches, Cohort
+from fedsim.execution._execution import without_arrivals
 from fedsim.execution._layout import Layout, plan_round
 from fedsim.primitives import Placed, Placement, without_mesh_of_context
 from fedsim.rounds import Client, ClientPlan, batch_loop
@@ -54,7 +55,8 @@ def place_clients(
       devices: the devices that the clients are divided over; None for a single device. Every device gets the examples of all.
 
     Raises:
-      ValueError: the number of clients is no multiple of the number of devices.
+      ValueError: the number of clients is no multiple of the number of devices; the cohort has an attack, or clients that have
+        started in earlier rounds; a feature is text or has numbers that change on a device, see `FederatedData.check_range`.
 
     >>> import fedsim
     >>> from fedsim import primitives as fed
@@ -68,7 +70,16 @@ def place_clients(
     (4.5, 4.5)
     """
     check_is_cohort(cohort, "place_clients got")
+    cohort = without_arrivals(cohort, "place_clients")
+    if cohort.attack is not None:
+        raise ValueError(
+            f"Expected a cohort without an attack for place_clients, got one with {cohort.attack}, whose attackers would train "
+            "like all others: give the cohort of a sampler without Attacked, and change the attackers' examples or results."
+        )
     batches = batches or Batches(size=1, shuffle=False)
+    cohort.data.check_dtypes()
+    cohort.data.check_range(cohort.data.columns)
+    batches.check(cohort.data.sizes)
     data, slots = cohort.data, len(cohort)
     sizes, first_rows = cohort.sizes, cohort.starts
     ranges = [np.arange(first, first + size) for first, size in zip(first_rows, sizes, strict=True)]

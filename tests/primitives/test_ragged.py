@@ -1,5 +1,7 @@
 """Clients with datasets of different sizes in federated programs: FedAvg written with primitives is `FedAvg`."""
 
+import dataclasses
+
 import federation
 import jax
 import jax.numpy as jnp
@@ -68,3 +70,15 @@ def test_clients_without_examples_and_empty_cohorts():
         )
         == 0
     )
+
+
+def test_cohorts_that_would_be_read_wrongly_raise_an_error():
+    data = fedsim.FederatedData.from_arrays({"x": np.array([2**40, 1, 2])}, sizes=[1, 2])
+    cohort = fedsim.Cohort.of(data, ["0", "1"], round=3)
+    with pytest.raises(ValueError, match="1099511627776"):
+        fedsim.place_clients(cohort)
+    attack = {"attack": fedsim.attacks.LabelFlip(num_classes=3), "attackers": np.array([True, False])}
+    late = {"arrivals": fedsim.data.Arrivals.of([0, 1], round=3)}
+    for changes, message in ((attack, "place_clients, got one with LabelFlip"), (late, "start in round 3 for place_clients")):
+        with pytest.raises(ValueError, match=message):
+            fedsim.place_clients(dataclasses.replace(cohort, **changes))
