@@ -276,6 +276,18 @@ def squared_norm(a: Tree) -> jax.Array:
     return sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32))
 
 
+def root(squares: jax.Array) -> jax.Array:
+    """Returns the square root of each number, a float ``[...]``. Its derivative at 0 is 0 and not infinite.
+
+    With an infinite derivative, that of whatever depends on the root would be NaN, even where the root is multiplied by 0.
+
+    >>> jax.vmap(jax.value_and_grad(root))(jnp.array([0.0, 4.0]))
+    (Array([0., 2.], dtype=float32), Array([0.  , 0.25], dtype=float32))
+    """
+    is_zero = squares == 0
+    return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, squares)))
+
+
 def clip(a: Tree, norm: float) -> Tree:
     """Returns ``a`` times min(1, norm / ‖a‖), with the Euclidean norm over all leaves.
 

@@ -156,3 +156,12 @@ def test_totals_are_merged_and_stay_infinite():
     parts = [tree.Total.of(jnp.float32(2**24)).add(jnp.float32(1)).add(jnp.float32(1)) for _ in range(2)]
     assert float(parts[0].merge(parts[1]).value()) == 2**25 + 4
     assert float(parts[0].add(jnp.float32(jnp.inf)).add(jnp.float32(1)).value()) == np.inf
+
+
+def test_a_root_has_the_bits_of_numpy_and_a_finite_derivative():
+    x = np.array([0, 2e-38, 2, 7, 3e38, np.inf, np.nan, -1], np.float32)
+    roots, slopes = jax.vmap(jax.value_and_grad(tree.root))(x)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        np.testing.assert_array_equal(roots[1:], np.sqrt(x[1:]))
+        np.testing.assert_allclose(slopes[1:-2], 0.5 / np.sqrt(x[1:-2]), rtol=1e-6)
+    assert roots[0] == slopes[0] == 0

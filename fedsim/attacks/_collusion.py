@@ -47,7 +47,7 @@ class HonestStatistics(NamedTuple):
 
         means = jax.tree.map(mean, wide)
         variances = jax.tree.map(lambda x, centre: mean(jnp.square(x - centre[None])), wide, means)
-        deviation = jax.tree.map(jnp.sqrt, variances)
+        deviation = jax.tree.map(tree.root, variances)
         return cls(means, deviation, clients, len(is_honest) - clients, wide, is_honest)
 
 
@@ -189,7 +189,7 @@ class _CollusionWrapper(Wrapper):
 
     def finish_round(self, accumulator: _Accumulator, memory: Any, key: jax.Array) -> tuple[Update, Any]:
         clients, mean, squares = accumulator.moments
-        deviation = jax.tree.map(lambda x: jnp.sqrt(x / jnp.maximum(clients, 1).astype(x.dtype)), squares)
+        deviation = jax.tree.map(lambda x: tree.root(x / jnp.maximum(clients, 1).astype(x.dtype)), squares)
         weights = accumulator.weights
         attackers = jnp.sum(weights != 0, dtype=jnp.float32)
         known = HonestStatistics(with_empty_aux(mean), with_empty_aux(deviation), clients, attackers)

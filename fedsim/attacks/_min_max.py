@@ -78,8 +78,7 @@ class MinMax(Collusion):
         # difference of two numbers of almost equal size.
         c = jnp.maximum(largest - jax.vmap(tree.squared_norm)(away), 0)
         b = jax.vmap(tree.dot, (None, 0))(p, away)
-        square = jnp.square(b) + c
-        root = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+        root = tree.root(jnp.square(b) + c)
         gammas = jnp.where(b > 0, c / jnp.where(b > 0, b + root, 1), root - b)
         gamma = jnp.min(jnp.where(honest.is_honest, gammas, jnp.inf))
         return tree.add(honest.mean, tree.scale(p, jnp.where(jnp.any(honest.is_honest), gamma, 0)))

@@ -47,6 +47,5 @@ class MinSum(Collusion):
         checks.one_of(*DIRECTIONS, direction=self.direction)
 
     def collude(self, honest: HonestStatistics) -> Update:
-        square = jnp.max(jax.vmap(tree.squared_norm)(differences(honest)))
-        gamma = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+        gamma = tree.root(jnp.max(jax.vmap(tree.squared_norm)(differences(honest))))
         return tree.add(honest.mean, tree.scale(perturbation(honest, self.direction), gamma))

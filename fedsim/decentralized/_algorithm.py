@@ -455,4 +455,4 @@ def consensus_distance(models: Params) -> jax.Array:
         return jnp.sum(jnp.square(x.astype(jnp.float32) - _mean(x)[None]))
 
     nodes = len(jax.tree.leaves(models)[0])
-    return jnp.sqrt(sum(map(spread, jax.tree.leaves(models)), jnp.float32(0)) / nodes)
+    return tree.root(sum(map(spread, jax.tree.leaves(models)), jnp.float32(0)) / nodes)

@@ -182,7 +182,7 @@ def send_up(
     arrived = tree.select(finite, arrived, zeros)
     if with_norm:
         floats = [leaf for leaf in jax.tree.leaves(with_empty_aux(arrived)) if tree.is_float(leaf)]
-        entries["update_norm"] = jnp.sqrt(tree.squared_norm(floats)).astype(jnp.float32)
+        entries["update_norm"] = tree.root(tree.squared_norm(floats)).astype(jnp.float32)
     if not aggregator.sends_unchanged:
         message = aggregator.send(arrived, server_memory, aggregator_memory, rng.stream(client.key, "send"))
         # A message in half precision may overflow where the update does not.

@@ -105,8 +105,8 @@ def test_derivatives_through_aggregators_agree_with_finite_differences(kind):
 ONE_NUMBER_EACH = fedsim.FederatedData.from_arrays({"x": np.array([1, 3, 3e38, 2, 0], np.float32)}, sizes=[1, 1, 1, 1, 0, 1])
 
 
-def after_one_round(rate, client_ids, lanes=1, **options):
-    """Three steps of w + rate (x - w) per client, from w = 0."""
+def after_one_round(rate, client_ids, lanes=1, attack=None, **options):
+    """Three steps of w + rate (x - w) per client, from w = 0. With an attack, the first client is an attacker."""
     net = hk.transform(lambda e: jnp.broadcast_to(hk.get_parameter("w", [], init=jnp.zeros), e["x"].shape))
     model = fedsim.Model.from_haiku(
         net, features={"x": jax.ShapeDtypeStruct((), jnp.float32)}, loss=lambda e, w: 0.5 * (w - e["x"]) ** 2
@@ -117,6 +117,8 @@ def after_one_round(rate, client_ids, lanes=1, **options):
     )  # fmt: skip
     algorithm = fedsim.differentiable(algorithm)
     cohort = fedsim.Cohort.of(ONE_NUMBER_EACH, list(client_ids))
+    if attack is not None:
+        cohort = dataclasses.replace(cohort, attack=attack, attackers=np.arange(len(client_ids)) == 0)
     return jax.tree.leaves(algorithm.apply(algorithm.init(jax.random.key(0)), cohort)[0].params)[0]
 
 
@@ -149,6 +151,21 @@ def test_derivatives_of_aggregates_are_those_without_the_client_that_was_dropped
     slope = jax.grad(after)(0.5, "012345")
     assert float(slope) == pytest.approx(float(jax.grad(after)(0.5, "01345")), rel=1e-5)
     assert np.isfinite(slope) and slope != 0
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize(
+    ("client_ids", "options", "mean"),
+    [
+        ("15", {"update_norms": True}, (3 + 0) / 2),  # The update of client "5" is 0.
+        ("01", {"attack": fedsim.attacks.ALittleIsEnough()}, 3),  # One honest client: the deviation of the updates is 0.
+        ("01", {"attack": fedsim.attacks.MinMax("deviation")}, 3),
+        ("01", {"attack": fedsim.attacks.MinSum("deviation")}, 3),
+    ],
+)
+def test_roots_of_zero_have_no_part_in_derivatives(client_ids, options, mean):
+    slope = jax.grad(after_one_round)(0.5, client_ids, weighting="uniform", **options)
+    np.testing.assert_allclose(slope, 3 * (1 - 0.5) ** 2 * mean, rtol=1e-5)  # mean of x (1 - (1 - rate)³)
 
 
 @pytest.mark.slow
