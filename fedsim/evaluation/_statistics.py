@@ -105,7 +105,9 @@ def _add_block(sums: Any, statistic: Any, mask: jax.Array, rank: jax.Array) -> A
     def add(leaf: Any, total: jax.Array) -> jax.Array:
         values = _masked(leaf.values if is_sparse(leaf) else leaf, mask)
         if not _is_float(total):
-            return total.at[(rank[:, None], leaf.index) if is_sparse(leaf) else rank].add(values)
+            if is_sparse(leaf):
+                return total.at[rank[:, None], leaf.index].add(values)
+            return total.at[rank].add(values.reshape(rows, *total.shape[1:]))
         if is_sparse(leaf):
             of_block = jnp.zeros((rows, *total.shape[2:]), total.dtype).at[place[:, None], leaf.index].add(values)
         else:  # Sums of few examples are added to each client's sum of the block, so that rounding errors do not add up.

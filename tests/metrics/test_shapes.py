@@ -106,6 +106,9 @@ def test_ways_to_return_a_metric():
         booleans=lambda e, o: e["y"] > 1,
         half=lambda e, o: o[:, 0].astype(jnp.bfloat16),
         own=lambda e, o: Largest(jax.nn.one_hot(o.argmax(1), 4, dtype=jnp.int32)),
+        table=lambda e, o: metrics.Mean(
+            jnp.einsum("nc,p->npc", o, jnp.arange(3.0)), jnp.einsum("n,pc->npc", e["y"], jnp.ones((3, 4), jnp.int32))
+        ),
     )
     model, data = federation.model(), federation.data()
     outputs = np.asarray(model.apply_for_eval(model.init(jax.random.key(0)), {"x": data.columns["x"]}))
@@ -114,6 +117,9 @@ def test_ways_to_return_a_metric():
     assert overall["array"] == overall["mean"] and overall["half"] == pytest.approx(overall["array"], rel=0.02)
     np.testing.assert_allclose(overall["vector"], outputs.mean(0), rtol=1e-5)
     np.testing.assert_allclose(overall["total"], outputs.sum(0), rtol=1e-5)
+    weights = data.columns["y"].sum()
+    np.testing.assert_allclose(overall["table"], np.outer(np.arange(3), outputs.sum(0)) / weights, rtol=1e-5)
+    assert evaluation.clients["table"].weight[3].tolist() == [[data.columns["y"][10:22].sum()] * 4] * 3
     assert overall["integers"] == data.columns["y"].mean() and overall["booleans"] == (data.columns["y"] > 1).mean()
     most = np.bincount(outputs.argmax(1), minlength=4)
     assert overall["own"] == most.max() / most.sum()
