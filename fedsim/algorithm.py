@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -388,7 +388,9 @@ def map_clients(
 ) -> Any:
     """Returns each client's ``work(shared, client)``, outside of any algorithm: leaves ``[slots, ...]`` in cohort order.
 
-    ``work`` is traced once per function object. To trace it only once in several calls, pass the same object.
+    ``work`` is traced once per function object. To trace it only once in several calls, pass the same object. A later change
+    of what it reads besides its arguments then has no effect. Each access to a method, such as ``model.work``, makes a new
+    object.
 
     Args:
       work: one client's work, in plain JAX; see `Client.for_each_batch`.
@@ -409,14 +411,26 @@ def map_clients(
     [2.0, 6.0]
     """
     cohort = without_arrivals(cohort, "map_clients")
-    make = _map_of if isinstance(work, Hashable) else _map_of.__wrapped__
-    algorithm = make(work, batches or Batches(size=1, shuffle=False), execution or Auto())
+    algorithm = _map_of(_Same(work), batches or Batches(size=1, shuffle=False), execution or Auto())
     return cut_rows(algorithm.apply(shared, cohort)[1], cohort.slots)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Same:
+    """An object that is compared by identity. Equal ones may have changed, as a method's object may, or have no hash."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 @functools.lru_cache(maxsize=32)
-def _map_of(work: Callable[[Shared, Client], Any], batches: Batches, execution: Execution) -> Algorithm:
-    return _Map(work=work, batches=batches, execution=execution)
+def _map_of(work: _Same, batches: Batches, execution: Execution) -> Algorithm:
+    return _Map(work=work.value, batches=batches, execution=execution)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

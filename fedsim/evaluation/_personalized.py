@@ -174,6 +174,11 @@ class _Work:
     recalibrate: bool
     batch_size: int
 
+    def __post_init__(self) -> None:
+        # Each access to a method makes a new function object, and `map_clients` compiles every new one.
+        for name in ("params", "absent_params", "statistics"):
+            object.__setattr__(self, name, getattr(self, name))
+
     @property
     def batches(self) -> Batches:
         return (self.fine_tune or self.algorithm).batches

@@ -435,6 +435,34 @@ def test_map_clients_takes_cohorts_whose_clients_start_in_their_round_alone():
         )
 
 
+def test_map_clients_traces_once_per_function_object():
+    @dataclasses.dataclass
+    class Scaled:
+        scale: float
+
+        def work(self, shared, client):
+            traced.append(self.scale)
+            return self.scale * client.num_examples.astype(jnp.float32)
+
+    @dataclasses.dataclass(frozen=True)
+    class Shifted:  # whose hash raises an error
+        by: np.ndarray
+
+        def __call__(self, shared, client):
+            return client.num_examples + jnp.asarray(self.by)
+
+    traced, scaled = [], Scaled(1.0)
+    cohort = fedsim.Cohort.of(fedsim.FederatedData.from_arrays({"x": np.zeros(3, np.float32)}, sizes=[1, 2]), ["0", "1"])
+    for scaled.scale in (1.0, 10.0):
+        assert fedsim.map_clients(scaled.work, (), cohort).tolist() == [scaled.scale, 2 * scaled.scale]
+    kept, before = scaled.work, len(traced)
+    assert fedsim.map_clients(kept, (), cohort).tolist() == [10, 20]
+    assert (first := len(traced)) > before
+    assert fedsim.map_clients(kept, (), cohort).tolist() == [10, 20] and len(traced) == first
+    assert fedsim.map_clients(Shifted(np.int32(3)), (), cohort).tolist() == [4, 5]
+    assert fedsim.map_clients(Shifted(np.array([3, 4], np.int32)), (), cohort).tolist() == [[4, 5], [5, 6]]
+
+
 def test_a_population_is_used_with_and_without_x64():
     data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.2, 0.3])}, sizes=[3])
 
