@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ def text_of(value: Any, opaque: tuple[type, ...] = ()) -> str | None:
         return repr(value)
     if isinstance(value, jax.Array | np.ndarray):
         return _array_text(value)
-    if type(value) is dict:
+    if type(value) in (dict, types.MappingProxyType):
         value = tuple(value.items())
     if isinstance(value, list | tuple):
         texts = [text_of(element, opaque) for element in value]

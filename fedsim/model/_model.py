@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypedDict, Unpack
@@ -51,7 +52,8 @@ class Model:
       apply_for_eval: ``(params, examples) -> outputs``; deterministic.
       loss: ``(examples, outputs) -> float32 [n]``, one loss per example.
       metrics: the metrics of an evaluation by name: functions ``(examples, outputs)`` that return one number per example,
-        ``[n]``, or another statistic of `fedsim.metrics`.
+        ``[n]``, or another statistic of `fedsim.metrics`. A model's own do not change, because they are compiled:
+        ``dataclasses.replace(model, metrics={**model.metrics, "f1": fedsim.metrics.F1()})`` is a model with one more.
       features: the features that the model reads, by name: the ``jax.ShapeDtypeStruct`` of one example, or a tuple of them if
         the model accepts several dtypes.
       num_classes: labels ``examples["y"]`` must be in ``[0, num_classes)``. None checks them only if the loss is the
@@ -81,6 +83,18 @@ class Model:
     shardings: Shardings | None = None
     network: Network | None = dataclasses.field(default=None, repr=False)
     roles: Any = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", types.MappingProxyType(dict(self.metrics)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what is copied and pickled. Compiled programs are left out."""
+        fields = {name: value for name, value in vars(self).items() if name != "_execution"}
+        return {**fields, "metrics": dict(self.metrics)}  # A mapping that does not change cannot be pickled.
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        Model.__post_init__(self)
 
     @classmethod
     def from_haiku(cls, transformed: hk.Transformed, **options: Unpack[Options]) -> Model:

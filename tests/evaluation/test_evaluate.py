@@ -1,5 +1,6 @@
 """Evaluation of a population, compared with a NumPy loop over its clients."""
 
+import copy
 import dataclasses
 
 import federation
@@ -187,3 +188,19 @@ def test_a_metric_says_which_values_are_better_and_without_it_no_clients_are_the
     assert worst == {"up": 0.5, "down": 18.5, "loss": 18.5, "also_the_loss": 18.5}
     assert evaluation.over_clients("perplexity")["mean"] == 19
     assert evaluation.over_clients("up", lower_is_better=True)["worst 10%"] == 18.5
+
+
+def test_the_metrics_of_a_model_do_not_change_and_copies_are_without_programs():
+    given = {"zero": lambda e, o: jnp.zeros(len(o))}
+    model, data = dataclasses.replace(federation.model(), metrics=given), federation.data()
+    params = model.init(jax.random.key(0))
+    assert fedsim.evaluate(model, params, data).overall == {"zero": 0}
+    given["one"] = lambda e, o: jnp.ones(len(o))
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        model.metrics["zero"] = given["one"]
+    assert fedsim.evaluate(model, params, data).overall == {"zero": 0}
+    for copied in (copy.copy(model), copy.deepcopy(model)):
+        assert "_execution" in vars(model) and "_execution" not in vars(copied)
+        assert copied.metrics == model.metrics and type(copied.metrics) is type(model.metrics)
+    more = dataclasses.replace(model, metrics={**model.metrics, "one": given["one"]})
+    assert fedsim.evaluate(more, params, data).overall == {"zero": 0, "one": 1}

@@ -152,4 +152,4 @@ def test_language_models_report_rates():
     there = sequences[(sequences != PAD).any(1)]
     assert found["truncation_rate"] == (there != EOS).all(1).mean()
     assert list(models.shakespeare_lstm().metrics) == ["loss", "accuracy", "accuracy_in_vocab", "oov_rate"]
-    assert dataclasses.replace(small, metrics=METRICS).metrics is METRICS
+    assert dataclasses.replace(small, metrics=METRICS).metrics == METRICS
