@@ -305,7 +305,8 @@ def batch_loop(most_examples: int | None = None) -> RunLoop:
         step: Step,
         state: T,
     ) -> T:
-        most_steps = None if most_examples is None else int(batches.num_steps(most_examples))
+        # With ``drop_remainder``, a client may have too few examples for a single step.
+        most_steps = None if most_examples is None else max(1, int(batches.num_steps(most_examples)))
         return bounded_loop(num_steps, lambda t, state: step(state, batch_at(t)), state, most_steps=most_steps)
 
     return loop

@@ -82,3 +82,16 @@ def test_cohorts_that_would_be_read_wrongly_raise_an_error():
     for changes, message in ((attack, "place_clients, got one with LabelFlip"), (late, "start in round 3 for place_clients")):
         with pytest.raises(ValueError, match=message):
             fedsim.place_clients(dataclasses.replace(cohort, **changes))
+
+
+def test_clients_too_small_for_a_single_whole_batch_take_no_step():
+    data = fedsim.FederatedData.from_arrays({"x": np.ones(3, np.float32)}, sizes=[2, 1])
+    batches = fedsim.Batches(size=4, drop_remainder=True)
+    with pytest.warns(UserWarning, match="2 of 2 clients, .* can never take a step"):
+        clients = fedsim.place_clients(fedsim.Cohort.of(data, ["0", "1"]), batches)
+
+    def total(scale, client):
+        return client.for_each_batch(batches, lambda x, batch: x * jnp.sum(batch.examples["x"]), scale)
+
+    value, slope = jax.value_and_grad(lambda scale: fed.sum(fed.map(lambda client: total(scale, client), clients)))(3.0)
+    assert (value.item(), slope.item()) == (6, 2)
