@@ -21,9 +21,9 @@ from fedsim.aggregators._clipped import check_floats
 class CentredClipping(Mean):
     """The mean of updates that are clipped around the last aggregate v: v + (u_i - v) * min(1, radius / ‖u_i - v‖).
 
-    The server keeps v between rounds; it is zero at first. An attacker can move the aggregate per round by at most its share
-    of the weight times the radius. The method is designed for clients that use momentum, which averages out what clipping
-    removes. Memory does not grow with the cohort.
+    The server keeps v between rounds; it is zero at first, and stays as it is if no client contributes. An attacker can move
+    the aggregate per round by at most its share of the weight times the radius. The method is designed for clients that use
+    momentum, which averages out what clipping removes. Memory does not grow with the cohort.
 
     Clipping is computed where an update is sent, also for attackers' updates. In a real system the server would clip what it
     receives.
@@ -66,4 +66,5 @@ class CentredClipping(Mean):
 
     def finish_round(self, accumulator: Accumulator, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
         update = self.finish(accumulator)
-        return update, update
+        # One call of a round with several may have no clients, whose mean of 0 is no centre.
+        return update, tree.select(accumulator.weight != 0, update, memory)

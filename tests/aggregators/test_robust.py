@@ -357,6 +357,15 @@ def test_centred_clipping_follows_the_paper():
         assert np.linalg.norm(flat(update) - before) <= radius * 1.0001
 
 
+def test_centred_clipping_keeps_its_centre_where_nobody_contributes():
+    """A round of two calls, of which the other one has clients, is no empty round, so its memories are kept."""
+    x, weights, _ = population(7, seed=21)
+    _, memory = fold(aggregators.CentredClipping(3.0), x, weights)
+    update, after = fold(aggregators.CentredClipping(3.0), x, 0 * weights, memory)
+    assert np.any(flat(memory)) and not np.any(flat(update))
+    np.testing.assert_array_equal(flat(after), flat(memory))
+
+
 def test_centred_clipping_beyond_all_distances_is_the_mean():
     x, weights, _ = population(7, seed=20)
     memory = jax.tree.map(lambda rows: rows[3], tree(x))
