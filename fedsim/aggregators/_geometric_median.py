@@ -27,7 +27,8 @@ class GeometricMedian(StackAggregator):
 
     Attributes:
       iterations: the largest number of iterations. The paper uses 3.
-      smoothing: ν, above 0. At distances below ν the weight of an update no longer increases.
+      smoothing: ν, from 1e-18 to 1e18: its square is a ``float32``. At distances below ν the weight of an update no longer
+        increases.
       tolerance: in [0, 1). Iterations stop when a step is shorter than ``tolerance`` times the harmonic mean of the distances
         of the updates to v.
 
@@ -49,7 +50,7 @@ class GeometricMedian(StackAggregator):
 
     def __post_init__(self) -> None:
         checks.whole(1, iterations=self.iterations)
-        checks.positive(smoothing=self.smoothing)
+        checks.number(least=1e-18, most=1e18, smoothing=self.smoothing)
         checks.number(least=0, below=1, tolerance=self.tolerance)
 
     def combine_coordinates(self, updates: Update, weights: jax.Array, all_reduce: AllReduce) -> Update:

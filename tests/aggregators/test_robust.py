@@ -93,6 +93,13 @@ def test_against_numpy(name, n):
     np.testing.assert_allclose(combine(aggregator, x, weights), reference(x, weights), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("smoothing", [1e-18, 1e18])
+def test_the_geometric_median_of_equal_updates_is_finite_for_any_smoothing(smoothing):
+    median = aggregators.GeometricMedian(smoothing=smoothing)
+    for x in (np.full((5, 2), 1.5, np.float32), np.full((5, 2), 1e18, np.float32)):
+        np.testing.assert_allclose(median.combine(x, jnp.ones(5)), x[0], rtol=1e-6)
+
+
 @pytest.mark.first(3)
 def test_rows_of_weight_zero_have_no_effect(name):
     aggregator, reference = AGGREGATORS[name]
@@ -250,7 +257,8 @@ def test_inner_products_of_long_rows_include_all_columns(columns):
         (lambda: aggregators.Krum(attackers=1, selected=0), r"Expected selected >= 1, got selected=0"),
         (lambda: aggregators.Bulyan(attackers=-1), r"Expected attackers >= 0"),
         (lambda: aggregators.GeometricMedian(iterations=0), r"Expected iterations >= 1"),
-        (lambda: aggregators.GeometricMedian(smoothing=0.0), r"Expected smoothing > 0"),
+        (lambda: aggregators.GeometricMedian(smoothing=0.0), r"Expected 1e-18 <= smoothing <= 1e\+18, got smoothing=0.0"),
+        (lambda: aggregators.GeometricMedian(smoothing=1e-20), r"Expected 1e-18 <= smoothing <= 1e\+18"),
         (lambda: aggregators.GeometricMedian(tolerance=1.0), r"Expected 0 <= tolerance < 1"),
         (lambda: aggregators.Clipped(0.0), r"Expected norm > 0 and finite, got norm=0.0"),
         (lambda: aggregators.Clipped(float("nan")), r"Expected norm > 0 and finite"),
