@@ -265,12 +265,13 @@ def dot(a: Tree, b: Tree) -> jax.Array:
 
 
 def squared_norm(a: Tree) -> jax.Array:
-    """Returns the sum of squares over all leaves, a ``float32`` scalar.
+    """Returns the sum of squares over all leaves, a ``float32`` scalar; of a complex number, those of both parts.
 
-    >>> float(squared_norm({"w": jnp.array([3.0, 4.0])}))
-    25.0
+    >>> float(squared_norm({"w": jnp.array([3.0, 4.0])})), float(squared_norm(3 + 4j))
+    (25.0, 25.0)
     """
-    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), a)
+    parts = jax.tree.map(lambda x: (jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else x, a)
+    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), parts)
     # Without a reshape, an array that is divided over devices stays where it is. An array times itself is read only once.
     squares = jax.tree.map(lambda x: jnp.tensordot(x, x, x.ndim), wide)
     return sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32))

@@ -181,8 +181,8 @@ def send_up(
     counts = jnp.isfinite(weight) if aggregator.counts_nonfinite else finite
     arrived = tree.select(finite, arrived, zeros)
     if with_norm:
-        floats = [leaf for leaf in jax.tree.leaves(with_empty_aux(arrived)) if tree.is_float(leaf)]
-        entries["update_norm"] = tree.root(tree.squared_norm(floats)).astype(jnp.float32)
+        inexact = [x for x in jax.tree.leaves(with_empty_aux(arrived)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        entries["update_norm"] = tree.root(tree.squared_norm(inexact)).astype(jnp.float32)
     if not aggregator.sends_unchanged:
         message = aggregator.send(arrived, server_memory, aggregator_memory, rng.stream(client.key, "send"))
         # A message in half precision may overflow where the update does not.
@@ -226,7 +226,10 @@ def send_up(
 
 
 def _is_finite(a: Any) -> jax.Array:
-    """Returns whether the squared norm of the floats is finite, ``bool []``. Then sums of weighted updates do not overflow."""
+    """Returns whether the squared norm of the floats is finite, ``bool []``. Then sums of weighted updates do not overflow.
+
+    Complex numbers count as two floats.
+    """
     arrays = map(jnp.asarray, jax.tree.leaves(a))
     return jnp.isfinite(tree.squared_norm([leaf for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.inexact)]))
 

@@ -422,6 +422,21 @@ def test_a_client_with_a_weight_that_is_not_finite_does_not_count(wrong):
     np.testing.assert_allclose(state, np.full(8, (7 + 3 + 1 + 5 + 9 + 2) / 6), rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:1 client update")
+@pytest.mark.parametrize("wrong", [complex(0, np.nan), complex(0, np.inf), complex(np.nan, 0)])
+def test_both_parts_of_complex_updates_must_be_finite(wrong):
+    def work(shared, client):
+        size = jnp.asarray(client.num_examples, jnp.complex64)
+        return fedsim.ClientUpdate(jnp.where(size == 12, wrong, size * (3 + 4j)) * jnp.ones(8, jnp.complex64), weight=1.0)
+
+    with jax.numpy_dtype_promotion("standard"):  # A weight times a complex number needs it.
+        state, info = one_round(lambda state, clients: clients.aggregate(work, ()), update_norms=True)
+    assert info.num_dropped == 1
+    np.testing.assert_allclose(state, np.full(8, (3 + 4j) * (7 + 3 + 1 + 5 + 9 + 2) / 6), rtol=1e-6)
+    sizes = np.where(federation.data().sizes == 12, 0, federation.data().sizes)
+    np.testing.assert_allclose(info.clients["update_norm"][:8], 5 * sizes * np.sqrt(8), rtol=1e-6)
+
+
 def test_map_clients_takes_cohorts_whose_clients_start_in_their_round_alone():
     data = fedsim.FederatedData.from_arrays({"x": np.zeros(6, np.float32)}, sizes=[1, 2, 3])
     cohort = fedsim.samplers.ClusteredSampling(data, clients=2, seed=0).cohort(0)
