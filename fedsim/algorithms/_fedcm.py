@@ -123,4 +123,4 @@ class FedCM(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        check_linear("FedCM", self.client_optimizer)
+        check_linear("FedCM", self.client_optimizer, self.model)

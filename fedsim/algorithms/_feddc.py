@@ -124,7 +124,7 @@ class FedDC(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        check_linear("FedDC", self.client_optimizer)
+        check_linear("FedDC", self.client_optimizer, self.model)
 
 
 def _changed(before: Drift, update: tuple[Params, Params], factor: jax.Array) -> Drift:

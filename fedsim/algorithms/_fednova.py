@@ -79,4 +79,4 @@ class FedNova(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        check_linear("FedNova", self.client_optimizer)
+        check_linear("FedNova", self.client_optimizer, self.model)

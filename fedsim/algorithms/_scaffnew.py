@@ -118,4 +118,4 @@ class Scaffnew(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        check_linear("Scaffnew", self.client_optimizer)
+        check_linear("Scaffnew", self.client_optimizer, self.model)

@@ -131,4 +131,4 @@ class SCAFFOLD(FedAvg):
     def check(self, data: FederatedData) -> None:
         super().check(data)
         if self.control_variate == "II":
-            check_linear("SCAFFOLD's option II", self.client_optimizer)
+            check_linear("SCAFFOLD's option II", self.client_optimizer, self.model)
