@@ -62,7 +62,8 @@ class FedCM(FedAvg):
       model, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: ``alpha`` is not in (0, 1]. Before the first round: the client optimizer is not linear in the gradients.
+      ValueError: ``alpha`` is not in (0, 1]. Before the first round: the client optimizer is not linear in the gradients,
+        or not alike for all parameters.
 
     >>> import optax, fedsim
     >>> FedCM(

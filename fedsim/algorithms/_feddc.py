@@ -72,7 +72,8 @@ class FedDC(FedAvg):
       model, server_optimizer: see `FedAvg`.
 
     Raises:
-      ValueError: ``alpha`` is not above 0. Before the first round: the client optimizer is not linear in the gradients.
+      ValueError: ``alpha`` is not above 0. Before the first round: the client optimizer is not linear in the gradients,
+        or not alike for all parameters.
 
     >>> import optax, fedsim
     >>> FedDC(

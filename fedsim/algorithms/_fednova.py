@@ -42,7 +42,8 @@ class FedNova(FedAvg):
       model, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: ``mu`` is below 0. Before the first round: the client optimizer is not linear in the gradients.
+      ValueError: ``mu`` is below 0. Before the first round: the client optimizer is not linear in the gradients,
+        or not alike for all parameters.
 
     >>> import jax, numpy as np, optax, fedsim
     >>> data = fedsim.FederatedData.from_arrays(

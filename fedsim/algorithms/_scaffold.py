@@ -71,7 +71,7 @@ class SCAFFOLD(FedAvg):
 
     Raises:
       ValueError: ``control_variate`` has another value. Before the first round, with option II: the client optimizer is not
-        linear in the gradients.
+        linear in the gradients, or not alike for all parameters.
 
     >>> import optax, fedsim
     >>> settings = dict(batches=fedsim.Batches(size=20), client_optimizer=optax.sgd(0.1))
