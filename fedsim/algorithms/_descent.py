@@ -137,6 +137,46 @@ def needs_loss(optimizer: optax.GradientTransformation, params: Params) -> bool:
     return called or any(used[: 1 + len(jax.tree.leaves(shapes))])
 
 
+def waits(optimizer: optax.GradientTransformation, params: Params) -> bool:
+    """Returns whether the first step of an optimizer is 0 and one of the next ninety-nine is not, as in a warm-up.
+
+    It is False if the learning rate is traced.
+
+    >>> params = {"w": jnp.zeros(3)}
+    >>> waits(optax.sgd(0.1), params), waits(optax.sgd(optax.linear_schedule(0, 0.1, 5)), params)
+    (False, True)
+    """
+    optimizer, ones = optax.with_extra_args_support(optimizer), jax.tree.map(jnp.ones_like, params)
+    state = optimizer.init(params)
+    for i in range(_WARM_UP):
+        steps, state = optimizer.update(ones, state, params)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(steps)):
+            return False
+        if any(bool(jnp.any(x)) for x in jax.tree.leaves(steps)):
+            return i > 0
+    return False
+
+
+def check_needs_no_loss(what: str, optimizer: optax.GradientTransformation, params: Params) -> None:
+    """Raises ``ValueError`` if an optimizer needs the loss where an algorithm has gradients alone.
+
+    Args:
+      what: for the message, the algorithm and where it has gradients alone.
+      optimizer: the client optimizer.
+      params: what it is for, such as `constants`.
+
+    >>> check_needs_no_loss("Mime", optax.polyak_sgd(), {"w": jnp.zeros(3)})
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected a client_optimizer that needs gradients alone with Mime, got one that needs the loss, as Polyak ...
+    """
+    if needs_loss(optimizer, params):
+        raise ValueError(
+            f"Expected a client_optimizer that needs gradients alone with {what}, got one that needs the loss, as Polyak steps "
+            "and line searches do: use another one, such as optax.sgd or optax.adam."
+        )
+
+
 def warn_of_lost_gradients(model: Model, num_steps: np.ndarray, *, client_optimizer: optax.GradientTransformation) -> None:
     """Warns if the optimizer accumulates the gradients of several steps, of which clients have no multiple.
 
