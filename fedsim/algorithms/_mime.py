@@ -14,7 +14,7 @@ Any optax transformation can be the base algorithm. U is the step of its ``updat
 ``update`` computes from s and c. So a statistic includes the local gradient before the step, as the paper's momentum does. A
 learning rate that counts updates counts rounds.
 
-Deviations: in the paper's U, only the momentum m of Adam includes the local gradient, and the second moment v of RMSProp,
+Deviations: in the paper's U, only the momentum m includes the local gradient, and the second moment v of RMSProp,
 AdaGrad and Adam is the server's; a step of optax has g² in v, too, as in FedJAX. Means are weighted by ``weighting``
 (``"uniform"`` is the paper's). The gradient for ``server_optimizer`` is the mean of x - y. With the default server optimizer,
 the last equation holds. An ``aggregator`` other than the mean replaces both means, and c is its aggregate of the gradients.
