@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from fedsim import checks
-from fedsim.model import Model, Params, named
+from fedsim.model import Model, Params
 from fedsim.names import did_you_mean
 
 Head = Callable[[str, str], bool]
@@ -79,10 +79,19 @@ def in_head(model: Model, params: Params, head: Head | None = None) -> Params:
     is_head = head_of(model, head)
 
     def of_leaf(path: Any, value: Any) -> bool:
-        module, name = jax.tree_util.keystr(path, simple=True, separator="/").rsplit("/", 1)
+        module, _, name = _names(path, params)[0].rpartition("/")
         return is_head(module, name)
 
     return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+
+def _names(path: Any, params: Any) -> list[str]:
+    """Returns the names of a leaf, such as "linear/w": the last is its path, and the first its name in the model.
+
+    They differ if algorithms train a named tuple of parameters, such as σ and ψ in FedMatch, or a model and a number in APFL.
+    """
+    in_field = isinstance(params, tuple) and hasattr(params, "_fields") and len(path) > 1
+    return [jax.tree_util.keystr(path[first:], simple=True, separator="/") for first in ((1, 0) if in_field else (0,))]
 
 
 def transfer_body(model: Model, new: Params, old: Params, *, head: Head | None = None) -> Params:
@@ -112,7 +121,7 @@ def transfer_body(model: Model, new: Params, old: Params, *, head: Head | None =
     is_head, wrong = head_of(model, head), []
 
     def chosen(module: str, name: str, value: Any) -> Any:
-        if is_head(module, name):
+        if value is None or is_head(module, name):  # None: of another part of the model, such as the frozen one
             return value
         found = old.get(module, {}).get(name)
         if found is None or jnp.shape(found) != jnp.shape(value):
@@ -134,7 +143,7 @@ def probe_then_tune(
 ) -> Callable[[jax.Array], optax.GradientTransformation]:
     """Returns a ``client_optimizer`` that trains the head alone in the first ``rounds`` rounds, and then everything.
 
-    While the head is probed, the body does not change by a bit.
+    While the head is probed, the body does not change by a bit, and the optimizer gets gradients of 0 for it.
 
     Args:
       model: the model.
@@ -161,16 +170,18 @@ def probe_then_tune(
     """
     checks.optimizer(optimizer=optimizer)
     checks.whole(0, rounds=rounds)
-    is_head = head_of(model, head)
+    head_of(model, head)  # raises ValueError
 
     def client_optimizer(round: jax.Array) -> optax.GradientTransformation:
-        def frozen(updates: Params, params: Params | None) -> Params:
-            def step(module: str, name: str, value: jax.Array) -> jax.Array:
-                return value if is_head(module, name) else jnp.where(round < rounds, jnp.zeros_like(value), value)
+        def of_head(updates: Params, params: Params | None) -> Params:
+            def step(is_head: bool, value: jax.Array) -> jax.Array:
+                return value if is_head else jnp.where(round < rounds, jnp.zeros_like(value), value)
 
-            return hk.data_structures.map(step, updates)
+            return jax.tree.map(step, in_head(model, updates, head), updates)
 
-        return optax.chain(optimizer, optax.stateless(frozen))
+        # Before the optimizer, so that it does not clip by gradients of the body, and after it, for weight decay.
+        probe = optax.stateless(of_head)
+        return optax.chain(probe, optimizer, probe)
 
     return client_optimizer
 
@@ -202,7 +213,7 @@ def with_rates(optimizer: optax.GradientTransformation, rates: Mapping[str, floa
         checks.number(above=0, **given)
 
     def scaled(updates: Params, params: Params | None) -> Params:
-        names = [name for name, _ in named(updates)]
+        names = [name for path, _ in jax.tree_util.tree_leaves_with_path(updates) for name in _names(path, updates)]
         for pattern in rates:
             if not fnmatch.filter(names, pattern):
                 raise ValueError(
@@ -211,8 +222,8 @@ def with_rates(optimizer: optax.GradientTransformation, rates: Mapping[str, floa
                 )
 
         def step(path: Any, update: jax.Array) -> jax.Array:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            return update * next((rate for pattern, rate in rates.items() if fnmatch.fnmatch(name, pattern)), 1.0)
+            found = (rate for pattern, rate in rates.items() if fnmatch.filter(_names(path, updates), pattern))
+            return update * next(found, 1.0)
 
         return jax.tree_util.tree_map_with_path(step, updates)
 

@@ -275,6 +275,26 @@ def test_private_imports_are_found(module, source, count):
     assert len(private_imports(module, source)) == count
 
 
+def bare_keys(source: str) -> list[int]:
+    """Returns the lines that make a key of JAX's default implementation, unless it serves `jax.eval_shape` alone."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    of_shapes = {id(node) for call in calls if ast.unparse(call.func).endswith("eval_shape") for node in ast.walk(call)}
+    return [
+        call.lineno
+        for call in calls
+        if re.search(r"(^|\.)random\.(key|PRNGKey)$", ast.unparse(call.func)) and id(call) not in of_shapes
+        if "impl" not in {keyword.arg for keyword in call.keywords}
+    ]
+
+
+def test_keys_have_the_implementation_of_fedsim_whatever_jax_default_prng_impl_says():
+    """Under `jax.vmap`, draws from keys of another one depend on the clients that run beside a client."""
+    assert bare_keys("jax.random.key(seed)\nrandom.PRNGKey(0)\njax.eval_shape(init, jax.random.key(0))") == [1, 2]
+    assert bare_keys("jax.random.key(0, impl=rng.IMPLEMENTATION)") == []
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in modules() for line in bare_keys(path.read_text(encoding="utf-8"))]
+    assert found == [], "add impl=rng.IMPLEMENTATION, or use fedsim.rng.root"
+
+
 def depth(cls: type) -> int:
     """Returns how many classes a class is below `fedsim.Algorithm`, on the longest way; mixins do not count."""
     if cls is fedsim.Algorithm:

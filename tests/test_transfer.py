@@ -2,6 +2,7 @@
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import network_models
 import numpy as np
 import optax
@@ -36,6 +37,51 @@ def test_a_probe_leaves_the_body_as_it_is_bit_for_bit_and_then_all_is_trained(op
     for round in range(4):
         assert same(found[round]["linear"], found[round + 1]["linear"]) == (round < 2)
         assert not same(found[round]["linear_1"], found[round + 1]["linear_1"])
+
+
+def test_while_the_head_is_probed_gradients_of_the_body_do_not_enter_the_steps_of_an_optimizer_that_clips_all_together():
+    model = network_models.network()
+    params = model.init(jax.random.key(0))
+    gradient = jax.tree.map(jnp.ones_like, params) | {"linear_1": {"w": jnp.zeros([5, 4]), "b": jnp.array([0.6, 0.8, 0, 0])}}
+    optimizer = probe_then_tune(model, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), rounds=1)(jnp.int32(0))
+    step, _ = optimizer.update(gradient, optimizer.init(params), params)
+    np.testing.assert_allclose(step["linear_1"]["b"], [-0.6, -0.8, 0, 0], rtol=1e-6)
+
+
+def test_frozen_and_kept_parts_are_probed_and_have_rates():
+    """The optimizer gets None in place of frozen parameters, and those that clients keep together with the others."""
+    model = network_models.network().with_parts(frozen="linear/w", kept="linear_1/*")
+    params = {**model.init(jax.random.key(0)), "linear_1": model.init_whole(jax.random.key(0))["linear_1"]}
+    rates = transfer.with_rates(optax.sgd(0.1), {"linear_1/*": 0.5})
+    probe = probe_then_tune(model, optax.sgd(0.1), rounds=9)
+    for optimizer, expected in ((rates, (-0.1, -0.05)), (probe, (0.0, -0.1))):
+        algorithm = fedsim.algorithms.FedAvg(model=model, batches=network_models.BATCHES, client_optimizer=optimizer)
+        algorithm.check(network_models.federation.data())
+        assert steps_of(optimizer, params) == (pytest.approx(expected[0]), pytest.approx(expected[1]))
+    transferred = transfer_body(model, model.init(jax.random.key(0)), model.init_whole(jax.random.key(1)))
+    assert transferred["linear"]["w"] is None
+
+
+def steps_of(optimizer, params, of=lambda steps: steps):
+    """Returns the first steps of the biases of both layers, for gradients of 1 in the first round."""
+    optimizer = optimizer if isinstance(optimizer, optax.GradientTransformation) else optimizer(jnp.int32(0))
+    steps = of(optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)[0])
+    return tuple(float(steps[name]["b"][0]) for name in ("linear", "linear_1"))
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields"), [(fedsim.algorithms.APFL, ["params"]), (fedsim.algorithms.FedMatch, ["sigma", "psi"])]
+)
+def test_names_are_those_of_the_model_where_algorithms_train_more_than_it(cls, fields):
+    model = network_models.network()
+    algorithm = cls(model=model, batches=network_models.BATCHES, client_optimizer=optax.sgd(0.1))
+    state = algorithm.init(jax.random.key(0))
+    trained = algorithm.client_memory(algorithm.broadcast(state)) if cls is fedsim.algorithms.APFL else state.parts
+    rates = transfer.with_rates(optax.sgd(0.1), {"linear_1/*": 0.5})
+    probe = probe_then_tune(model, optax.sgd(0.1), rounds=9)
+    for field in fields:
+        assert steps_of(rates, trained, lambda steps, field=field: getattr(steps, field)) == pytest.approx((-0.1, -0.05))
+        assert steps_of(probe, trained, lambda steps, field=field: getattr(steps, field)) == pytest.approx((0.0, -0.1))
 
 
 def test_after_no_rounds_of_probing_it_is_the_optimizer_alone():

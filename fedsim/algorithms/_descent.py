@@ -15,7 +15,7 @@ import optax.contrib
 from jax.interpreters import partial_eval
 
 from fedsim import tree
-from fedsim.model import Model, Params
+from fedsim.model import Model, ModelParts, Params
 
 # At least one of this many first steps must be nonzero. A warm-up may start with learning rate 0.
 _WARM_UP = 100
@@ -29,11 +29,12 @@ _REFUSED = {
 
 
 def check_descent(
-    model: Model, *, may_be_zero: bool = False, has_loss: bool = False, **optimizers: optax.GradientTransformation
+    model: Model, *, may_be_zero: bool = False, at_clients: bool = False, **optimizers: optax.GradientTransformation
 ) -> None:
     """Raises ``ValueError`` if an optimizer ascends, returns NaN or another form of update, does not move, or needs more.
 
-    With ``has_loss``, it gets the value of the loss and the function, as line searches need them, besides the gradient.
+    With ``at_clients``, it gets the parameters that clients keep, too, and besides the gradient the value of the loss and the
+    function, as line searches need them.
 
     The error names the first such optimizer.
 
@@ -53,21 +54,21 @@ def check_descent(
     ...
     ValueError: Expected server_optimizer to descend, got a mean change of +0.5 in its first step for a gradient of ones. ...
     """
-    zeros, up, down = (_constants(model, value) for value in (0, 1, -1))
+    zeros, up, down = (constants(model, value, kept=at_clients) for value in (0, 1, -1))
 
     def step(optimizer: optax.GradientTransformationExtraArgs, slope: Params, state: Any) -> tuple[Params, Any]:
         def loss(params: Params) -> jax.Array:  # for optimizers that need it: Polyak steps, line searches
             return 1 + jnp.sum(jnp.stack([jnp.sum(x) for x in jax.tree.leaves(jax.tree.map(jnp.multiply, slope, params))]))
 
-        extra = {"value": jnp.float32(1), "grad": slope, "value_fn": loss} if has_loss else {}
+        extra = {"value": jnp.float32(1), "grad": slope, "value_fn": loss} if at_clients else {}
         try:
             return optimizer.update(slope, state, zeros, **extra)
         except (TypeError, AttributeError) as error:
-            given = "the gradient, the parameters and the loss" if has_loss else "the gradient and the parameters"
+            given = "the gradient, the parameters and the loss" if at_clients else "the gradient and the parameters"
             raise ValueError(
                 f"Expected {name} to need {given} only, got {_culprit(error)}, which raises {type(error).__name__}: {error}. "
                 "Use another optimizer, such as optax.sgd or optax.adam"
-                f"{'.' if has_loss else '; those that need the loss can be the client_optimizer.'}"
+                f"{'.' if at_clients else '; those that need the loss can be the client_optimizer.'}"
             ) from error
 
     for name, optimizer in optimizers.items():
@@ -99,7 +100,7 @@ def check_descent(
 
 def check_draws_no_noise(model: Model, *, client_optimizer: optax.GradientTransformation) -> None:
     """Raises ``ValueError`` if a client optimizer draws noise from a key of its own, which is the same for all clients."""
-    if _states(client_optimizer.init(_constants(model, 0)), optax.AddNoiseState):
+    if _states(client_optimizer.init(constants(model, 0, kept=True)), optax.AddNoiseState):
         raise ValueError(
             "Expected client_optimizer without noise, got optax.add_noise (also in optax.noisy_sgd): its key is that of the "
             "optimizer, so all clients would draw the same noise in every round. For differential privacy of clients, use "
@@ -136,6 +137,46 @@ def needs_loss(optimizer: optax.GradientTransformation, params: Params) -> bool:
     return called or any(used[: 1 + len(jax.tree.leaves(shapes))])
 
 
+def waits(optimizer: optax.GradientTransformation, params: Params) -> bool:
+    """Returns whether the first step of an optimizer is 0 and one of the next ninety-nine is not, as in a warm-up.
+
+    It is False if the learning rate is traced.
+
+    >>> params = {"w": jnp.zeros(3)}
+    >>> waits(optax.sgd(0.1), params), waits(optax.sgd(optax.linear_schedule(0, 0.1, 5)), params)
+    (False, True)
+    """
+    optimizer, ones = optax.with_extra_args_support(optimizer), jax.tree.map(jnp.ones_like, params)
+    state = optimizer.init(params)
+    for i in range(_WARM_UP):
+        steps, state = optimizer.update(ones, state, params)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(steps)):
+            return False
+        if any(bool(jnp.any(x)) for x in jax.tree.leaves(steps)):
+            return i > 0
+    return False
+
+
+def check_needs_no_loss(what: str, optimizer: optax.GradientTransformation, params: Params) -> None:
+    """Raises ``ValueError`` if an optimizer needs the loss where an algorithm has gradients alone.
+
+    Args:
+      what: for the message, the algorithm and where it has gradients alone.
+      optimizer: the client optimizer.
+      params: what it is for, such as `constants`.
+
+    >>> check_needs_no_loss("Mime", optax.polyak_sgd(), {"w": jnp.zeros(3)})
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected a client_optimizer that needs gradients alone with Mime, got one that needs the loss, as Polyak ...
+    """
+    if needs_loss(optimizer, params):
+        raise ValueError(
+            f"Expected a client_optimizer that needs gradients alone with {what}, got one that needs the loss, as Polyak steps "
+            "and line searches do: use another one, such as optax.sgd or optax.adam."
+        )
+
+
 def warn_of_lost_gradients(model: Model, num_steps: np.ndarray, *, client_optimizer: optax.GradientTransformation) -> None:
     """Warns if the optimizer accumulates the gradients of several steps, of which clients have no multiple.
 
@@ -147,7 +188,7 @@ def warn_of_lost_gradients(model: Model, num_steps: np.ndarray, *, client_optimi
       client_optimizer: the optimizer.
     """
     kinds = optax.MultiStepsState, optax.ApplyEvery
-    optimizer, ones = optax.with_extra_args_support(client_optimizer), _constants(model, 1)
+    optimizer, ones = optax.with_extra_args_support(client_optimizer), constants(model, 1, kept=True)
     state = optimizer.init(ones)
     if not _states(state, *kinds):
         return
@@ -170,9 +211,24 @@ def warn_of_lost_gradients(model: Model, num_steps: np.ndarray, *, client_optimi
         )
 
 
-def _constants(model: Model, value: float) -> Params:
-    """Returns parameters of this value, with the names and dtypes of the model's, of one element each."""
-    return jax.tree.map(lambda x: jnp.full((1,) * x.ndim, value, x.dtype), jax.eval_shape(model.init, jax.random.key(0)))
+def constants(model: Model, value: float, *, kept: bool = False) -> Params:
+    """Returns parameters of this value, with the names, ranks and dtypes of the model's, of one element each.
+
+    Args:
+      model: the model.
+      value: the value.
+      kept: whether those that clients keep are among them, which client optimizers update together with the others.
+
+    >>> import fedsim
+    >>> constants(fedsim.models.digits_logistic(), 2)
+    {'linear': {'b': Array([2.], dtype=float32), 'w': Array([[2.]], dtype=float32)}}
+    """
+
+    def init(key: jax.Array) -> Params:
+        params = model.init(key)
+        return ModelParts(kept=model.init_parts(key).kept).join(params) if kept and model.init_parts else params
+
+    return jax.tree.map(lambda x: jnp.full((1,) * x.ndim, value, x.dtype), jax.eval_shape(init, jax.random.key(0)))
 
 
 def _states(state: Any, *kinds: type) -> list[Any]:

@@ -17,8 +17,9 @@ import numpy as np
 import optax
 
 from fedsim import tree
+from fedsim.algorithms._descent import constants
 from fedsim.algorithms._local_training import LocalTraining, Schedule, optimizer_of_round
-from fedsim.model import Params
+from fedsim.model import Model, Params
 
 # The gradients of two different training runs.
 _TRAININGS = np.array([[1.0, 0.0, 2.0, -1.0], [0.5, -3.0, 1.0, 4.0]])
@@ -58,35 +59,48 @@ def measured(training: LocalTraining, mu: jax.Array | float = 0.0) -> LocalTrain
     return dataclasses.replace(training, optimizer=optax.GradientTransformation(init, update))
 
 
-def check_linear(what: str, client_optimizer: optax.GradientTransformation | Schedule) -> None:
+def check_linear(what: str, client_optimizer: optax.GradientTransformation | Schedule, model: Model) -> None:
     """Raises ``ValueError`` unless an optimizer's steps are linear in the gradients and do not depend on the parameters.
+
+    Every array of the model must move as the scalar does, for which steps are measured: a mask by rank or name, such as that of
+    a weight decay, leaves it out.
 
     Args:
       what: what requires this, for the error message.
       client_optimizer: the clients' optimizer, or a function from the round to it. Those of the first two rounds are tested.
+      model: the model that it trains.
 
-    >>> check_linear("FedNova", optax.sgd(0.1, momentum=0.9))
-    >>> check_linear("FedNova", lambda round: optax.sign_sgd(0.1))
+    >>> import fedsim
+    >>> model = fedsim.models.digits_logistic()
+    >>> check_linear("FedNova", optax.sgd(0.1, momentum=0.9), model)
+    >>> check_linear("FedNova", lambda round: optax.sign_sgd(0.1), model)
     Traceback (most recent call last):
     ...
-    ValueError: FedNova needs a client_optimizer that is linear in the gradients: SGD, with or without momentum. ...
+    ValueError: FedNova needs a client_optimizer that is linear in the gradients, alike for all parameters: ...
     """
 
-    def steps_of(optimizer: optax.GradientTransformation, gradients: np.ndarray, params: float) -> np.ndarray:
-        state, steps = optimizer.init(jnp.float32(params)), []
+    def steps_of(optimizer: optax.GradientTransformation, gradients: np.ndarray, params: Params) -> np.ndarray:
+        """Returns the steps of arrays of one element, ``[steps, arrays]``, which all get the same gradients."""
+        state, steps = optimizer.init(params), []
         for gradient in gradients:
-            update, state = optimizer.update(jnp.float32(gradient), state, jnp.float32(params))
-            steps.append(float(update))
+            slope = jax.tree.map(lambda x, g=gradient: jnp.full_like(x, g), params)
+            update, state = optimizer.update(slope, state, params)
+            steps.append([float(x.sum()) for x in jax.tree.leaves(update)])
         return np.array(steps)
 
+    def close(found: np.ndarray, expected: np.ndarray) -> bool:
+        return np.allclose(found, expected, rtol=1e-4, atol=1e-6 * np.abs(found).max())
+
     def additive(optimizer: optax.GradientTransformation) -> bool:
-        one, other = (steps_of(optimizer, gradients, 0.0) for gradients in _TRAININGS)
+        one, other = (steps_of(optimizer, gradients, jnp.float32(0)) for gradients in _TRAININGS)
         # An optimizer that clips is nonlinear only for large gradients.
         for large in (2.0, 2e6):
-            together = steps_of(optimizer, large * _TRAININGS[0] + _TRAININGS[1], 7.0)
-            if not np.allclose(together, large * one + other, rtol=1e-4, atol=1e-6 * np.abs(together).max()):
+            together = steps_of(optimizer, large * _TRAININGS[0] + _TRAININGS[1], jnp.float32(7))
+            if not close(together, large * one + other):
                 return False
-        return True
+        return close(steps_of(optimizer, _TRAININGS[0], arrays), one)
+
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), constants(model, 7, kept=True))
 
     try:
         linear = all(additive(optimizer_of_round(client_optimizer, jnp.int32(round))) for round in (0, 1))
@@ -96,6 +110,7 @@ def check_linear(what: str, client_optimizer: optax.GradientTransformation | Sch
         linear = False
     if not linear:
         raise ValueError(
-            f"{what} needs a client_optimizer that is linear in the gradients: SGD, with or without momentum. It divides by "
-            "the length of the client's steps for a gradient of ones, which is not meaningful for other optimizers."
+            f"{what} needs a client_optimizer that is linear in the gradients, alike for all parameters: SGD, with or without "
+            "momentum. It divides by the length of the client's steps for a gradient of ones, which is not meaningful for "
+            "other optimizers."
         )

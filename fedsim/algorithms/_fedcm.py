@@ -62,7 +62,8 @@ class FedCM(FedAvg):
       model, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: ``alpha`` is not in (0, 1]. Before the first round: the client optimizer is not linear in the gradients.
+      ValueError: ``alpha`` is not in (0, 1]. Before the first round: the client optimizer is not linear in the gradients,
+        or not alike for all parameters.
 
     >>> import optax, fedsim
     >>> FedCM(
@@ -123,4 +124,4 @@ class FedCM(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        check_linear("FedCM", self.client_optimizer)
+        check_linear("FedCM", self.client_optimizer, self.model)

@@ -29,6 +29,7 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._distance import check_linear, measured
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining
+from fedsim.algorithms._server_step import check_weights_all_alike
 from fedsim.data import FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
@@ -72,7 +73,8 @@ class FedDC(FedAvg):
       model, server_optimizer: see `FedAvg`.
 
     Raises:
-      ValueError: ``alpha`` is not above 0. Before the first round: the client optimizer is not linear in the gradients.
+      ValueError: ``alpha`` is not above 0. Before the first round: the client optimizer is not linear in the gradients,
+        or not alike for all parameters; or the weighting is by examples, and the aggregator is `PartlyUniform`.
 
     >>> import optax, fedsim
     >>> FedDC(
@@ -124,7 +126,9 @@ class FedDC(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        check_linear("FedDC", self.client_optimizer)
+        if self.weighting == "examples":
+            check_weights_all_alike(self, "the server multiplies the mean by the cohort's share of all examples")
+        check_linear("FedDC", self.client_optimizer, self.model)
 
 
 def _changed(before: Drift, update: tuple[Params, Params], factor: jax.Array) -> Drift:

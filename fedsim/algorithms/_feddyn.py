@@ -31,6 +31,8 @@ from fedsim import checks, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining
+from fedsim.algorithms._server_step import check_weights_all_alike
+from fedsim.data import FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
@@ -58,7 +60,8 @@ class FedDyn(FedAvg):
       model, client_optimizer, server_optimizer: see `FedAvg`.
 
     Raises:
-      ValueError: ``alpha`` is not above 0.
+      ValueError: ``alpha`` is not above 0. Before the first round: the weighting is by examples, and the aggregator is
+        `PartlyUniform`.
 
     >>> import optax, fedsim
     >>> FedDyn(
@@ -76,6 +79,11 @@ class FedDyn(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(alpha=self.alpha)
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        if self.weighting == "examples":
+            check_weights_all_alike(self, "the server multiplies the mean by the cohort's share of all examples")
 
     def init(self, key: jax.Array) -> FedDynState:
         state = super().init(key)

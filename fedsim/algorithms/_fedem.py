@@ -24,7 +24,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from fedsim import metrics, tree
+from fedsim import metrics, rng, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import Local, LocalTraining
@@ -94,7 +94,7 @@ class FedEM(FedAvg):
     def check(self, data: FederatedData) -> None:
         super().check(data)
         with jax.ensure_compile_time_eval():
-            starts = jax.tree.leaves(self.model.init(jax.random.key(0)))
+            starts = jax.tree.leaves(self.model.init(jax.random.key(0, impl=rng.IMPLEMENTATION)))
             are_equal = all(bool(jnp.all(x == x[:1])) for x in starts)
         if self.num_components > 1 and are_equal:
             raise ValueError(

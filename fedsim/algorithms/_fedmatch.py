@@ -211,7 +211,7 @@ class FedMatch(FedAvg):
         """
 
         def predictions() -> jax.Array:
-            key = rng.stream(jax.random.key(shared.server_seed), "probe")
+            key = rng.stream(jax.random.key(shared.server_seed, impl=rng.IMPLEMENTATION), "probe")
             noise = (jax.random.truncated_normal(key, -1, 1, (1, *_shape(self))) + 1) / 2
             params = shared.params._replace(psi=psi).whole()
             examples: dict[str, Any] = {**self.model.dummy_examples(1), self.augmented: noise}
@@ -270,9 +270,10 @@ class FedMatch(FedAvg):
 
     def server_update(self, state: FedMatchState, update: Parts, info: RoundInfo) -> FedMatchState:
         of_parts = after_step(state._replace(params=state.parts), update, self.server_optimizer)
-        state = of_parts._replace(parts=of_parts.params)
+        before, state = state, of_parts._replace(parts=of_parts.params)
         alone = Helpers(jax.tree.map(lambda x: x[None], state.parts.psi), jnp.zeros(1, bool))
-        training = LocalTraining.of(self, self.broadcast(state)._replace(helpers=alone))
+        shared = self.broadcast(state)._replace(round=before.round, helpers=alone)  # this round's optimizer
+        training = LocalTraining.of(self, shared)
         parts = after_server_steps(training, state.parts, self.server_examples, state.server_seed, state.round)
         return state._replace(params=parts.whole(), parts=parts)
 

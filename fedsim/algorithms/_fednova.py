@@ -42,7 +42,8 @@ class FedNova(FedAvg):
       model, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: ``mu`` is below 0. Before the first round: the client optimizer is not linear in the gradients.
+      ValueError: ``mu`` is below 0. Before the first round: the client optimizer is not linear in the gradients,
+        or not alike for all parameters.
 
     >>> import jax, numpy as np, optax, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
@@ -79,4 +80,4 @@ class FedNova(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        check_linear("FedNova", self.client_optimizer)
+        check_linear("FedNova", self.client_optimizer, self.model)

@@ -99,7 +99,7 @@ class OwnHead(Base):
         return FedPerShared(state.params, state.round, state.head_seed)
 
     def client_memory(self, shared: FedPerShared) -> Params:
-        return self.split(self.model.init(jax.random.key(shared.head_seed)))[1]
+        return self.split(self.model.init(jax.random.key(shared.head_seed, impl=rng.IMPLEMENTATION)))[1]
 
     def personal_params(self, shared: FedPerShared, client: Client) -> Params:
         """Returns the parameters of the client's personal model."""

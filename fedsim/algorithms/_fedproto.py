@@ -114,7 +114,7 @@ class FedProto(Algorithm):
         return features_of(self.model, self.representation)
 
     def client_memory(self, shared: FedProtoState) -> Params:
-        return self.model.init(jax.random.key(shared.seed))
+        return self.model.init(jax.random.key(shared.seed, impl=rng.IMPLEMENTATION))
 
     def personal_params(self, shared: FedProtoState, client: Client) -> Params:
         """Returns the parameters of the client's own model."""

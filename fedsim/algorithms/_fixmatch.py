@@ -119,7 +119,7 @@ class FixMatch(FedAvg):
         return result._replace(info={**result.info, "confident": confident})
 
     def server_update(self, state: Any, update: Any, info: RoundInfo) -> Any:
-        state = super().server_update(state, update, info)
-        training = LocalTraining.of(self, self.broadcast(state))
+        before, state = state, super().server_update(state, update, info)
+        training = LocalTraining.of(self, self.broadcast(state)._replace(round=before.round))  # this round's optimizer
         params = after_server_steps(training, state.params, self.server_examples, state.server_seed, state.round)
         return state._replace(params=params)

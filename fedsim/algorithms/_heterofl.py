@@ -27,6 +27,7 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._added_noise import check_adds_no_noise
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import Local, LocalTraining
+from fedsim.algorithms._server_step import check_weights_all_alike
 from fedsim.data import Batch, FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
@@ -48,7 +49,7 @@ class HeteroFL(FedAvg):
 
     Raises:
       ValueError: ``widths`` is no tuple or is empty, or one is not in (0, 1]. Before the first round: the aggregator adds
-        noise for privacy.
+        noise for privacy, or is `PartlyUniform` and the weighting is by examples.
 
     >>> import optax, fedsim
     >>> data = fedsim.datasets.load("digits", clients=2).train
@@ -114,6 +115,8 @@ class HeteroFL(FedAvg):
             "the server divides the sum of movements, and so the noise, by the share of the clients that have an entry, which "
             "has no noise",
         )
+        if self.weighting == "examples":
+            check_weights_all_alike(self, "the server divides the mean of movements by the share of the weight of examples")
 
     @property
     def _sizes(self) -> dict[str, int]:

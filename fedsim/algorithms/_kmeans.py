@@ -63,7 +63,8 @@ class KMeans(Clusters):
 
     def maximize(self, state: KMeansState, moments: Any) -> KMeansState:
         sums, counts = moments
-        return state._replace(means=state.means + sums / jnp.maximum(counts, 1)[:, None])
+        # A client that reads an example more often than others counts it in part, so counts may be below 1.
+        return state._replace(means=state.means + sums / jnp.where(counts > 0, counts, 1)[:, None])
 
     def scores(self, shared: KMeansState, x: jax.Array) -> dict[str, jax.Array]:
         return {"cost": jnp.min(squared_distances(x, shared.means), axis=1)}

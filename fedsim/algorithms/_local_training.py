@@ -399,7 +399,7 @@ def check_client_optimizer(
     scheduled = not isinstance(client_optimizer, optax.GradientTransformation)
     optimizer = optimizer_of_round(client_optimizer, jnp.int32(0))
     check_draws_no_noise(model, client_optimizer=optimizer)
-    check_descent(model, client_optimizer=optimizer, may_be_zero=scheduled, has_loss=True)
+    check_descent(model, client_optimizer=optimizer, may_be_zero=scheduled, at_clients=True)
     if batches is not None and data is not None:
         warn_of_lost_gradients(model, batches.num_steps(data.sizes[data.sizes > 0]), client_optimizer=optimizer)
 

@@ -14,10 +14,12 @@ Any optax transformation can be the base algorithm. U is the step of its ``updat
 ``update`` computes from s and c. So a statistic includes the local gradient before the step, as the paper's momentum does. A
 learning rate that counts updates counts rounds.
 
-Deviations: means are weighted by ``weighting`` (``"uniform"`` is the paper's). The gradient for ``server_optimizer`` is the
-mean of x - y. With the default server optimizer, the last equation holds. An ``aggregator`` other than the mean replaces both
-means, and c is its aggregate of the gradients. `MimeLite` sends the pair (movement, gradient) as one update, which is clipped
-and compared with other updates as one. In `Mime` they are two updates, one after the other.
+Deviations: in the paper's U, only the momentum m includes the local gradient, and the second moment v of RMSProp,
+AdaGrad and Adam is the server's; a step of optax has g² in v, too, as in FedJAX. Means are weighted by ``weighting``
+(``"uniform"`` is the paper's). The gradient for ``server_optimizer`` is the mean of x - y. With the default server optimizer,
+the last equation holds. An ``aggregator`` other than the mean replaces both means, and c is its aggregate of the gradients.
+`MimeLite` sends the pair (movement, gradient) as one update, which is clipped and compared with other updates as one. In `Mime`
+they are two updates, one after the other.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fedsim import tree
 from fedsim.algorithm import Capabilities
+from fedsim.algorithms._descent import check_needs_no_loss, constants
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining, optimizer_of_round
 from fedsim.algorithms._server_step import ServerState
-from fedsim.data import Batch
+from fedsim.data import Batch, FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, Clients, ClientUpdate, RoundInfo
 
@@ -84,6 +88,9 @@ class MimeLite(FedAvg):
         structure.
       model, server_optimizer, weighting: see `FedAvg`.
 
+    Raises:
+      ValueError: see `FedAvg`. Before the first round: the client optimizer needs the loss.
+
     >>> import fedsim, jax.numpy as jnp
     >>> algorithm = MimeLite(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1, momentum=0.9),
     ...                      batches=fedsim.Batches(size=20, epochs=5))
@@ -98,6 +105,10 @@ class MimeLite(FedAvg):
 
     def init(self, key: jax.Array) -> MimeState:
         return _first_state(self, super().init(key))
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        _check(self)
 
     def broadcast(self, state: MimeState) -> MimeShared:
         return MimeShared(state.params, state.round, state.statistics)
@@ -127,6 +138,9 @@ class Mime(FedAvg):
       client_optimizer: see `MimeLite`.
       model, server_optimizer, weighting: see `FedAvg`.
 
+    Raises:
+      ValueError: see `MimeLite`.
+
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
     ...     {"x": np.zeros([6, 8, 8, 1], np.uint8), "y": np.zeros(6, np.int32)}, sizes=[4, 2])
@@ -144,6 +158,10 @@ class Mime(FedAvg):
 
     def init(self, key: jax.Array) -> MimeState:
         return _first_state(self, super().init(key))
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        _check(self)
 
     def broadcast(self, state: MimeState) -> MimeShared:
         return MimeShared(state.params, state.round, state.statistics)
@@ -173,6 +191,12 @@ class Mime(FedAvg):
     def server_update(self, state: MimeState, update: Any, info: RoundInfo) -> MimeState:
         movement, gradient = update
         return super().server_update(state, movement, info)._replace(statistics=_new_statistics(self, state, gradient))
+
+
+def _check(algorithm: FedAvg) -> None:
+    """Raises ``ValueError`` if the base algorithm needs the loss, which V(c, s) has not."""
+    optimizer = optimizer_of_round(algorithm.client_optimizer, jnp.int32(0))
+    check_needs_no_loss(f"{type(algorithm).__name__}, whose server has no loss", optimizer, constants(algorithm.model, 0))
 
 
 def _first_state(algorithm: FedAvg, state: ServerState) -> MimeState:

@@ -109,8 +109,9 @@ class PCA(Statistics):
 
     def server_update(self, state: PCAState, update: Products, info: RoundInfo) -> PCAState:
         dot = functools.partial(jnp.matmul, precision="highest")
-        shift = update.first / jnp.maximum(update.size, 1)
-        product = update.second / jnp.maximum(update.size, 1) - jnp.outer(shift, dot(shift, state.components))
+        size = jnp.where(update.size > 0, update.size, 1)  # below 1 if a staleness weight multiplies few examples
+        shift = update.first / size
+        product = update.second / size - jnp.outer(shift, dot(shift, state.components))
         # The eigenvectors of Q'CQ turn the basis of the subspace, so that columns are single components in the right order.
         variances, turn = jnp.linalg.eigh(dot(state.components.T, product))
         components = jnp.linalg.qr(dot(product, turn[:, ::-1]))[0]

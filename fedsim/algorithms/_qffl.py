@@ -22,9 +22,11 @@ import jax.numpy as jnp
 from fedsim import checks, tree
 from fedsim.aggregators import AuxMean, WithAux
 from fedsim.algorithm import Capabilities
+from fedsim.algorithms._descent import check_needs_no_loss, constants, waits
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._fedsgd import FedSGD
-from fedsim.algorithms._local_training import optimizer_of_round
+from fedsim.algorithms._local_training import optimizer_of_round, with_kept
+from fedsim.data import FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
@@ -101,12 +103,13 @@ class QFedAvg(FedAvg):
     Attributes:
       lipschitz: L. None takes 1 over the client's learning rate, as in the paper. The learning rate is measured as the mean
         length of the client optimizer's first step along a gradient of ones. For SGD this is exact, also if the rate changes
-        from round to round.
+        from round to round. A client optimizer whose first step is always 0, as in a warm-up over steps, needs a number.
       q: see `QFedSGD`.
       model, batches, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: ``q`` is negative, or ``lipschitz`` is not positive.
+      ValueError: ``q`` is negative, or ``lipschitz`` is not positive. Before the first round, without ``lipschitz``: the client
+        optimizer needs the loss, or its first step of a round is 0 and a later one is not.
 
     >>> import numpy as np, optax, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
@@ -133,18 +136,34 @@ class QFedAvg(FedAvg):
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         before = self.local_training(shared, client).mean_loss(client, shared.params)
         result = super().client_update(shared, client)
-        lipschitz = self._lipschitz(shared)
+        lipschitz = self._lipschitz(shared, client)
         update = reweighted(tree.scale(result.update, lipschitz), before, self.q, lipschitz)
         return result._replace(update=update, info={**result.info, "loss_before": before})
 
     def server_update(self, state: Any, update: WithAux, info: RoundInfo) -> Any:
         return super().server_update(state, fair_step(update), info)
 
-    def _lipschitz(self, shared: Any) -> jax.Array | float:
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        if self.lipschitz is not None:
+            return
+        params = constants(self.model, 0, kept=True)
+        for round in (0, 1):
+            optimizer = optimizer_of_round(self.client_optimizer, jnp.int32(round))
+            check_needs_no_loss("QFedAvg and lipschitz=None", optimizer, params)
+            if waits(optimizer, params):
+                raise ValueError(
+                    "Expected a client_optimizer whose first step is not 0 with QFedAvg and lipschitz=None, which takes 1 over "
+                    f"the length of this step, got one that moves later in round {round}, as with a warm-up or "
+                    "optax.MultiSteps: set lipschitz to 1 over the learning rate."
+                )
+
+    def _lipschitz(self, shared: Any, client: Client) -> jax.Array | float:
         if self.lipschitz is not None:
             return self.lipschitz
         optimizer = optimizer_of_round(self.client_optimizer, shared.round)
-        ones, zeros = (jax.tree.map(lambda x, v=v: jnp.full_like(x, v), shared.params) for v in (1, 0))
+        params = with_kept(shared.params, client.parts)
+        ones, zeros = (jax.tree.map(lambda x, v=v: jnp.full_like(x, v), params) for v in (1, 0))
         steps = jax.tree.leaves(optimizer.update(ones, optimizer.init(zeros), zeros)[0])
         rate = -sum(jnp.sum(x, dtype=jnp.float32) for x in steps) / sum(x.size for x in steps)
         return jnp.where(rate == 0, 0.0, 1 / jnp.where(rate == 0, 1.0, rate))  # with rate 0, no client moves

@@ -8,7 +8,7 @@ from typing import Any
 import haiku as hk
 import jax
 
-from fedsim.model import Examples, Model, Params
+from fedsim.model import Examples, Model, Params, as_output
 from fedsim.transfer import module_names
 
 Representation = Callable[[Any], jax.Array]
@@ -46,7 +46,7 @@ def features_of(model: Model, representation: Representation | None = None) -> F
 
         def record(call: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
             if context.method_name == "__call__" and context.module.module_name == last:
-                found.append(args[0] if args else next(iter(kwargs.values())))
+                found.append(as_output(args[0] if args else next(iter(kwargs.values()))))
             return call(*args, **kwargs)
 
         with hk.intercept_methods(record):

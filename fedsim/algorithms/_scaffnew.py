@@ -63,7 +63,8 @@ class Scaffnew(FedAvg):
       model, server_optimizer: see `FedAvg`.
 
     Raises:
-      ValueError: ``p`` is not in (0, 1]. Before the first round: the client optimizer is not linear in the gradients.
+      ValueError: ``p`` is not in (0, 1]. Before the first round: the client optimizer is not linear in the gradients,
+        or not alike for all parameters.
 
     >>> import optax, fedsim
     >>> Scaffnew(
@@ -118,4 +119,4 @@ class Scaffnew(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        check_linear("Scaffnew", self.client_optimizer)
+        check_linear("Scaffnew", self.client_optimizer, self.model)

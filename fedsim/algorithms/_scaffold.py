@@ -33,6 +33,7 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._distance import check_linear, measured
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining
+from fedsim.algorithms._server_step import check_weights_all_alike
 from fedsim.data import FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
@@ -71,7 +72,8 @@ class SCAFFOLD(FedAvg):
 
     Raises:
       ValueError: ``control_variate`` has another value. Before the first round, with option II: the client optimizer is not
-        linear in the gradients.
+        linear in the gradients, or not alike for all parameters; or the weighting is by examples, and the aggregator
+        is `PartlyUniform`.
 
     >>> import optax, fedsim
     >>> settings = dict(batches=fedsim.Batches(size=20), client_optimizer=optax.sgd(0.1))
@@ -130,5 +132,7 @@ class SCAFFOLD(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
+        if self.weighting == "examples":
+            check_weights_all_alike(self, "the server multiplies the mean by the cohort's share of all examples")
         if self.control_variate == "II":
-            check_linear("SCAFFOLD's option II", self.client_optimizer)
+            check_linear("SCAFFOLD's option II", self.client_optimizer, self.model)

@@ -41,7 +41,7 @@ def after_server_steps(
         return params
     columns = {name: jnp.asarray(column) for name, column in examples.items()}
     size = len(next(iter(columns.values())))
-    words, step_key = streams(jax.random.fold_in(jax.random.key(seed), round_number))
+    words, step_key = streams(jax.random.fold_in(jax.random.key(seed, impl=rng.IMPLEMENTATION), round_number))
 
     def step(t: jax.Array, local: Any) -> Any:
         index, mask = training.batches.indices(words, size, t)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedsim.aggregators import PartlyUniform
+from fedsim.algorithm import Algorithm
 from fedsim.model import Params
 from fedsim.rounds import Client
 
@@ -45,6 +47,21 @@ def after_step(state: Any, gradient: Params, optimizer: optax.GradientTransforma
 def weight_of(client: Client, weighting: Weighting) -> jax.Array:
     """Returns a client's weight in the aggregate, ``float32 []``: its number of examples, or 1."""
     return client.num_examples.astype(jnp.float32) if weighting == "examples" else jnp.float32(1)
+
+
+def check_weights_all_alike(algorithm: Algorithm, reason: str) -> None:
+    """Raises ``ValueError`` if the aggregator gives clients other weights for some parameters than for the others.
+
+    >>> import fedsim
+    >>> fedavg = fedsim.algorithms.FedAvg(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20))
+    >>> check_weights_all_alike(fedavg, "there is a reason")
+    """
+    if isinstance(algorithm.aggregator.innermost, PartlyUniform):
+        raise ValueError(
+            f"Expected an aggregator with the same weights for all parameters with {type(algorithm).__name__}, got "
+            f"PartlyUniform: {reason}. Use another aggregator, or weighting='uniform', with which it changes nothing."
+        )
 
 
 def from_fields(make: Callable[[Any], optax.GradientTransformation]) -> property:

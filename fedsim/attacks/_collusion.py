@@ -147,7 +147,8 @@ class _CollusionWrapper(Wrapper):
 
     def _send(self, update: Update) -> Update:
         """Returns an update as the server receives it from a client without a memory, for its form."""
-        return self.inner.send(update, self.inner.init(update), self.inner.client_memory(update), jax.random.key(0)).update
+        key = jax.random.key(0, impl=rng.IMPLEMENTATION)
+        return self.inner.send(update, self.inner.init(update), self.inner.client_memory(update), key).update
 
     def zero(self, update: Update, slots: int) -> _Accumulator:
         # Auxiliary data may be integers or booleans. Their mean is a float.

@@ -13,6 +13,7 @@ from fedsim.model._parts import current_scope as current_scope
 from fedsim.model._parts import keeps_parts as keeps_parts
 from fedsim.model._parts import named as named
 from fedsim.model._parts import scope_of as scope_of
+from fedsim.model._precision import as_output as as_output
 from fedsim.model._shardings import WHOLE as WHOLE
 from fedsim.model._shardings import Division as Division
 from fedsim.model._split_model import SplitModel as SplitModel

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fedsim import rng
 from fedsim.model._network import (
     Call,
     Examples,
@@ -88,7 +89,7 @@ def network(make: Callable[[jax.Array], Any], axis_name: str, call: Call) -> Net
 
         return with_norms(share, with_state(module, first))
 
-    module = eqx.filter_jit(made)(jax.random.key(0))
+    module = eqx.filter_jit(made)(jax.random.key(0, impl=rng.IMPLEMENTATION))
     check_statistics("equinox", jax.tree.map(lambda node: node if is_index(node) else None, module, is_leaf=is_index))
     for norm in filter(is_norm, jax.tree.leaves(module, is_leaf=is_norm)):
         if norm.axis_name != axis_name:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from fedsim import rng
 from fedsim.model import _network
 from fedsim.model._network import Call, Examples, Network, Params
 from fedsim.model._parts import current_scope, mask_for
@@ -73,7 +74,7 @@ def network(make: Callable[[], Any], call: Call) -> Network:
 
         def value(variable: Any, number: int) -> jax.Array:
             if _is_seed(variable):
-                seed = jax.random.fold_in(jax.random.key(0) if key is None else key, number)
+                seed = jax.random.fold_in(jax.random.key(0, impl=rng.IMPLEMENTATION) if key is None else key, number)
                 return jax.random.bits(seed, variable.shape, variable.dtype)
             layer, name = _names(variable)
             return whole[layer][name]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import checks
+from fedsim import checks, rng
 from fedsim import metrics as metrics_lib
 from fedsim.model import _haiku, _precision
 from fedsim.model._initial import fitted, init_with, renamed
@@ -541,7 +541,7 @@ class Model:
         def train(params: Params, key: jax.Array) -> Any:  # A function of its own, since JAX does not trace one again.
             return self.apply_for_train(params, jax.tree.map(jnp.asarray, self.dummy_examples(2)), key)
 
-        key = jax.random.key(0)
+        key = jax.random.key(0, impl=rng.IMPLEMENTATION)
         with scope_of(ModelParts(), jnp.array([True, False])) as scope:
             jax.eval_shape(train, jax.eval_shape(self.init_whole, key), key)
         if not scope.reads_mask:

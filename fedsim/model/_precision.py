@@ -6,6 +6,7 @@ scale of the loss is constant.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,28 @@ import jax
 import numpy as np
 
 from fedsim import checks, tree
+
+# Of the network in half precision that is being computed; None outside of one.
+_LOSS_SCALE: contextvars.ContextVar[float | None] = contextvars.ContextVar("loss_scale", default=None)
+
+
+def as_output(value: Any) -> Any:
+    """Returns a value from inside of a network as the network would return it, for losses that read it beside the outputs.
+
+    If the network is computed by `fedsim.Model.with_precision`, the value is converted to float32, and its gradient is scaled
+    like that of the outputs. In other networks it stays as it is.
+
+    >>> import jax.numpy as jnp
+    >>> seen = []
+    >>> def apply(params, examples):
+    ...     seen.extend([params["w"], as_output(params["w"])])
+    ...     return params["w"]
+    >>> _ = in_precision(apply, "float16", None)({"w": jnp.float32(1)}, {})
+    >>> [str(value.dtype) for value in seen]
+    ['float16', 'float32']
+    """
+    loss_scale = _LOSS_SCALE.get()
+    return value if loss_scale is None else _scale_gradient(_cast(value, "float32"), loss_scale)
 
 
 def in_precision(apply: Callable[..., Any], compute: str, loss_scale: float | None) -> Callable[..., Any]:
@@ -48,8 +71,12 @@ def in_precision(apply: Callable[..., Any], compute: str, loss_scale: float | No
     @functools.wraps(apply)
     def computed(params: Any, examples: Any, *key: jax.Array) -> Any:
         params = half(_scale_gradient(params, 1 / loss_scale))
-        with hk.intercept_methods(intercept):
-            outputs = apply(params, half(dict(examples)), *key)
+        token = _LOSS_SCALE.set(loss_scale)
+        try:
+            with hk.intercept_methods(intercept):
+                outputs = apply(params, half(dict(examples)), *key)
+        finally:
+            _LOSS_SCALE.reset(token)
         other = {str(leaf.dtype) for leaf in jax.tree.leaves(outputs) if tree.is_float(leaf)} - {compute}
         if other:
             raise ValueError(

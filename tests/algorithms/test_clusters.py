@@ -66,6 +66,15 @@ def test_each_example_counts_once_for_any_batch_size_and_number_of_epochs():
     federation.assert_trees_close(iterate(thrice, population, 2), iterate(once, population, 2))
 
 
+def test_a_mean_moves_to_its_examples_also_if_they_count_less_than_one():
+    """A client reads its examples as 1, 10, 1, so that they count as 4 / 3 and 2 / 3."""
+    data = fedsim.FederatedData.from_arrays({"x": np.array([[1], [10]], np.float32)}, sizes=[2])
+    batches = fedsim.Batches(size=1, steps=3, shuffle=False)
+    algorithm = algorithms.KMeans(num_features=1, num_clusters=2, start=[[0.0], [12.0]], batches=batches)
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0"]))
+    np.testing.assert_allclose(state.means, [[1], [10]], rtol=1e-6)
+
+
 def test_the_mean_of_an_empty_cluster_does_not_change():
     far = [[1e3, 1e3, 1e3]]
     state = iterate(algorithms.KMeans(start=[*CENTERS[:2].tolist(), *far], **settings()), blobs(), 3)

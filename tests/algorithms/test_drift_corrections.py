@@ -23,7 +23,7 @@ from linear_models import (
 )
 
 import fedsim
-from fedsim.algorithms import FedAvg, FedCM, FedDC, FedExP, FedSAM, Scaffnew
+from fedsim.algorithms import FedAvg, FedCM, FedDC, FedExP, FedNova, FedSAM, Scaffnew
 
 POPULATION = np.count_nonzero(federation.data().sizes)
 
@@ -190,6 +190,16 @@ def test_optimizers_that_are_not_linear_are_refused(cls):
     algorithm = cls(**settings(client_optimizer=optax.sign_sgd(0.1)))
     with pytest.raises(ValueError, match=f"{cls.__name__} needs a client_optimizer that is linear in the gradients"):
         algorithm.check(federation.data())
+
+
+@pytest.mark.parametrize("cls", [FedNova, FedCM])
+@pytest.mark.parametrize("other", [optax.set_to_zero(), optax.add_decayed_weights(0.01)], ids=["still", "decay"])
+def test_optimizers_that_move_arrays_of_some_ranks_otherwise_are_refused(cls, other):
+    """The step of a scalar, which is measured, says nothing of these."""
+    matrices = optax.masked(other, lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
+    cls(**settings(client_optimizer=optax.sgd(0.1, momentum=0.9))).check(federation.data())
+    with pytest.raises(ValueError, match=f"{cls.__name__} needs a client_optimizer .* alike for all parameters"):
+        cls(**settings(client_optimizer=optax.chain(matrices, optax.sgd(0.1)))).check(federation.data())
 
 
 def test_scaffnew_adds_the_bits_of_both_calls():

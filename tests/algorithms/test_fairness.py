@@ -103,6 +103,26 @@ def test_q_fedavg_and_q_fedsgd_with_q_zero_are_fedavg_and_fedsgd(weighting):
     federation.assert_trees_close(fair.apply(fair.init(jax.random.key(1)), cohort)[0].params, expected)
 
 
+WARM_UP = optax.sgd(optax.linear_schedule(0.0, RATE, 3))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (WARM_UP, "whose first step is not 0 .* in round 0, .*: set lipschitz"),
+        (lambda round: optax.sgd(0.0) if round == 0 else WARM_UP, "whose first step is not 0 .* in round 1"),
+        (optax.polyak_sgd(RATE), r"needs gradients alone with QFedAvg and lipschitz=None, got one that needs the loss"),
+    ],
+    ids=["warm-up", "later warm-up", "polyak"],
+)
+def test_a_learning_rate_that_the_first_step_does_not_show_is_refused_unless_lipschitz_is_given(optimizer, message):
+    """Otherwise L, 1 over the length of that step, would be 0, and the model would never move."""
+    with pytest.raises(ValueError, match=message):
+        algorithms.QFedAvg(**settings(client_optimizer=optimizer)).check(federation.data())
+    algorithms.QFedAvg(lipschitz=1 / RATE, **settings(client_optimizer=optimizer)).check(federation.data())
+    algorithms.QFedAvg(**settings(client_optimizer=lambda round: optax.sgd(0.0))).check(federation.data())
+
+
 @pytest.mark.slow
 def test_the_lipschitz_estimate_follows_a_schedule():
     scheduled = settings(client_optimizer=lambda round: optax.sgd(RATE * 0.5 ** round.astype(float)))

@@ -97,10 +97,14 @@ def test_with_all_labels_fixmatch_is_federated_averaging():
 @pytest.mark.first(1)
 @pytest.mark.parametrize("cls", [algorithms.FixMatch, algorithms.FedMatch])
 def test_the_server_takes_the_steps_of_a_client_with_its_examples(cls):
-    """Clients without labels and without confidence change nothing, so that only the server's steps remain."""
+    """Clients without labels and without confidence change nothing, so that only the server's steps remain.
+
+    They have the optimizer of the round, the first, and not that of the next.
+    """
     known = only_labelled(few())
     examples = dict(known.columns)
     options = {"threshold": 1.0} | ({"l1": 0.0, "l2": 0.0} if cls is algorithms.FedMatch else {})
+    options["client_optimizer"] = lambda round: optax.sgd(RATE * 0.5 ** round.astype(jnp.float32))
     algorithm = make(cls, server_examples=examples, batches=fedsim.Batches(size=64), **options)
     start = algorithm.init(jax.random.key(0))
     hidden = hide_labels(federation.data(), fraction=0.0, seed=0)

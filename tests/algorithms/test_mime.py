@@ -186,3 +186,9 @@ def test_mime_counts_the_bits_of_both_calls():
     # The parameters are sent twice, with 16 bits each, c once, uncompressed, and the round number twice.
     assert once["bits_down"].tolist() == [16 * parameters + 32 if size else 0 for size in cohort.data.sizes]
     assert twice["bits_down"].tolist() == [(2 * 16 + 32) * parameters + 64 if size else 0 for size in cohort.data.sizes]
+
+
+@pytest.mark.parametrize("cls", [Mime, MimeLite])
+def test_a_base_algorithm_that_needs_the_loss_is_refused_because_the_server_has_none(cls):
+    with pytest.raises(ValueError, match=f"needs gradients alone with {cls.__name__}, whose server has no loss, got one that"):
+        cls(**settings(client_optimizer=optax.polyak_sgd(0.1))).check(federation.data())

@@ -8,11 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from network_models import BATCHES, RATE, client_memories, cohorts, make, numpy_gradient, numpy_rounds, plus, real_examples, run
+from network_models import (
+    BATCHES,
+    RATE,
+    client_memories,
+    cohorts,
+    make,
+    network,
+    numpy_gradient,
+    numpy_rounds,
+    plus,
+    real_examples,
+    run,
+)
 from network_models import start as start_of
 
 import fedsim
 from fedsim.algorithms import MOON, FedAvg, FedDistill, FedProto
+from fedsim.algorithms._representation import features_of
 
 
 def hidden(params, x):
@@ -171,3 +184,20 @@ def test_prototypes_need_the_number_of_classes():
     )  # fmt: skip
     with pytest.raises(ValueError, match="Expected num_classes >= 1, got num_classes=None: prototypes are of classes"):
         make(FedProto, model=model)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_features_of_a_network_in_half_precision_are_float32_and_have_the_gradient_of_those_in_float32(precision):
+    """Inside of the network, the gradient has the scale of the loss, 1024 in float16."""
+    model = network()
+    params, x = model.init(jax.random.key(0)), np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+
+    def of(params, model):
+        return features_of(model)(params, {"x": jnp.asarray(x)}, jax.random.key(0))
+
+    def slope(model):
+        return jax.grad(lambda params: jnp.sum(jnp.square(of(params, model))))(params)
+
+    half = model.with_precision(precision)
+    assert of(params, half).dtype == jnp.float32
+    federation.assert_trees_close(slope(half), slope(model), rtol=0.05, atol=0.05)
