@@ -177,7 +177,7 @@ def load_stackoverflow_word(
         "title": "[] text, the title of the question",
         "tags": '[] text, the tags of the question, separated by "|"',
     },
-    default_model="stackoverflow_logistic(vocabulary={vocabulary}, tags={tags}, length={length})",
+    default_model="stackoverflow_logistic(vocabulary={vocabulary}, tags={tags}, length={length}, divisor=5)",
     options={
         "vocabulary": OPTIONS["vocabulary"],
         "tags": "number of most frequent tags",
