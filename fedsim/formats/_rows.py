@@ -117,7 +117,9 @@ def read_rows(path: StrPath, *, text_columns: Sequence[str] = (), header: bool |
         elif kind == "images":
             rows = _joined({name: _read_images(part) for name, part in _parts(source).items()})
         elif kind == "leaf" and source.is_dir():
-            rows = _joined({name: _of_clients(read_leaf(part).load()) for name, part in _parts(source).items()})
+            rows = _joined(
+                {name: _of_clients(read_leaf(part, floats=np.float64).load()) for name, part in _parts(source).items()}
+            )
         else:
             rows = _joined({name: _of_clients(part) for name, part in _populations(source, kind).items()})
     if not len(rows):
@@ -180,10 +182,11 @@ def _populations(source: Path, kind: str) -> dict[str, FederatedData]:
     """Reads the splits train and test of a file that states clients, or its only split as train."""
     if kind == "packed":
         return {"train": FederatedData.open(source)}
+    options = {"floats": np.float64} if kind in ("leaf", "json_lines") else {}  # Whoever standardizes rounds after that.
     try:
-        streams = {name: read(source, split=name, format=kind) for name in _SPLITS}
+        streams = {name: read(source, split=name, format=kind, **options) for name in _SPLITS}
     except ValueError:  # The format has no splits, or the file has others.
-        streams = {"train": read(source, format=kind)}
+        streams = {"train": read(source, format=kind, **options)}
     return {name: stream.load() for name, stream in streams.items()}
 
 
