@@ -225,6 +225,18 @@ def test_a_file_with_a_test_part_of_its_own_takes_no_other_split(tmp_path):
     assert set(splits.train.client_ids).isdisjoint(splits.test.client_ids)
 
 
+@pytest.mark.parametrize("options", ["", "(partition='iid', clients=3)"])
+def test_a_validation_part_of_its_own_is_kept(tmp_path, options):
+    parts = {"train": [1.0, 2.0, 6.0], "test": [4.0], "val": [5.0, 3.0]}
+    lines = [{"client_id": name} | {part: [{"x": x, "y": int(x) % 2} for x in parts[part]] for part in parts} for name in "ab"]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    splits = datasets.load(f"{tmp_path}/a.jsonl{options}")
+    assert [splits.train.num_examples, splits.test.num_examples, splits.validation.num_examples] == [6, 2, 4]
+    mean, deviation = np.mean(parts["train"]), np.std(parts["train"])
+    expected = (np.repeat(sorted(parts["val"]), 2) - mean) / deviation
+    np.testing.assert_allclose(np.sort(splits.validation.columns["x"][:, 0]), expected, rtol=1e-6)
+
+
 def test_one_client_gives_a_warning(tmp_path):
     (tmp_path / "a.csv").write_text("user,x,y\n" + "".join(f"ann,{x},{x % 2}\n" for x in range(10)))
     with pytest.warns(UserWarning, match="a.csv has one client"):
