@@ -195,7 +195,9 @@ def _populations(source: Path, kind: str) -> dict[str, FederatedData]:
     """Reads the splits train, test and validation of a file that states clients, or its only split as train."""
     if kind == "packed":
         return {"train": FederatedData.open(source)}
-    options = {"floats": np.float64} if kind in ("leaf", "json_lines") else {}  # Whoever standardizes rounds after that.
+    options: dict[str, Any] = (
+        {"floats": np.float64} if kind in ("leaf", "json_lines") else {}
+    )  # Whoever standardizes rounds after that.
     try:
         streams = {name: read(source, split=name, format=kind, **options) for name in _SPLITS}
     except ValueError:  # The format has no splits, or the file has others.
