@@ -114,14 +114,15 @@ def build_members(
     class_of, load = functools.cache(algorithm_class), functools.cache(functools.partial(_load, configs, splits))
 
     models_of: Callable[..., Model | None] = functools.cache(_model_of)
-    defaults: dict[str, Any] = {}  # the models by dataset, which do not depend on the seed
+    defaults: dict[str, Any] = {}  # the model and the names of the options by dataset, which do not depend on the seed
     made = []
     for i, config in enumerate(configs):  # Wrong options of an algorithm are reported before a dataset is downloaded.
         cls = class_of(config.algorithm)
         if config.dataset not in defaults:
-            defaults[config.dataset] = datasets.describe(config.drawn_dataset).default_model
-        default = defaults[config.dataset]
-        model = models_of(cls, config.dataset, default, **{name: getattr(config, name) for name in options_that_build("model")})
+            about = datasets.describe(config.drawn_dataset)
+            defaults[config.dataset] = about.default_model, frozenset(about.defaults)
+        parts = {name: getattr(config, name) for name in options_that_build("model")}
+        model = models_of(cls, config.dataset, *defaults[config.dataset], **parts)
         nodes = load()[i].train.num_clients if "topology" in _fields(cls) else None
         made.append(_algorithm(cls, model, config, execution or settings.executor(), nodes))
     samplers: dict[Any, Sampler] = {}
@@ -559,6 +560,7 @@ def _model_of(
     cls: type[Algorithm],
     dataset: str,
     default: str | Callable[..., Model] | None,
+    of_data: frozenset[str],
     *,
     model: str | None,
     init_from: str | None,
@@ -576,7 +578,7 @@ def _model_of(
             raise ValueError(f"{cls.__name__} has no model, so it takes no {' or '.join(names)}: leave them out.")
         return None
     own = getattr(cls, "default_models", {}).get(parse_call(dataset)[0])
-    whole = _model(model or own or default, dataset, default)
+    whole = _model(model or own or default, dataset, default, of_data)
     if init_from is not None:
         if hasattr(cls, "init_from"):
             raise ValueError(
@@ -591,8 +593,17 @@ def _model_of(
     return whole.with_parts(**parts) if parts else whole
 
 
-def _model(name: str | Callable[..., Model] | None, dataset: str, default: str | Callable[..., Model] | None) -> Model:
-    """Makes a model. Options that it needs and that are not given, such as its shape, are those of the dataset's default."""
+def _model(
+    name: str | Callable[..., Model] | None,
+    dataset: str,
+    default: str | Callable[..., Model] | None,
+    of_data: frozenset[str],
+) -> Model:
+    """Makes a model. Options that describe the data and that are not given are those of the dataset's default model.
+
+    These are the options that the model needs, such as its shape, and those that the dataset has, too, such as its vocabulary,
+    if the model has all of them. A model that lacks some may mean something else by the others.
+    """
     if name is None:
         raise ValueError(
             f"The dataset {dataset!r} has no default model. Choose one with --model: {', '.join(models_without_arguments())}; "
@@ -602,8 +613,11 @@ def _model(name: str | Callable[..., Model] | None, dataset: str, default: str |
         return name()
     given: dict[str, Any] = {}
     if isinstance(default, str) and (factory := models.MODELS.get(parse_call(name)[0])):
-        needed = required(factory) - parse_call(name)[1].keys()
-        given = {option: value for option, value in parse_call(default)[1].items() if option in needed}
+        options = parse_call(default)[1]
+        shared = of_data & options.keys()
+        has_all = shared <= inspect.signature(factory).parameters.keys()
+        taken = required(factory) - shared | (shared if has_all else set())
+        given = {option: value for option, value in options.items() if option in taken - parse_call(name)[1].keys()}
     return make("model", name, models.MODELS, Model, **given)
 
 

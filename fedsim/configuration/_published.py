@@ -11,6 +11,16 @@ dataset with the model `emnist_autoencoder`), CIFAR-100, Shakespeare, Stack Over
 - momentum 0.9 of FedAvgM: table "Configuring optimizers";
 - b1 = 0.9, b2 = 0.99, and b1 = 0 for FedAdagrad: the paper (the code's document says 0.999, the Keras default).
 
+Deviations from their code, for which these rates were tuned:
+
+- EMNIST CR: they train on pixels as they are stored, 1 = paper; `emnist62` has inverted ones, 0 = paper, as FedJAX. Their
+  autoencoder inverts, too.
+- Shakespeare and Stack Overflow NWP: they weight a client by its number of tokens without padding, here by its examples. For
+  the loss, see `fedsim.models.stackoverflow_lstm` and `fedsim.models.shakespeare_lstm`.
+- Stack Overflow LR: their loss of a batch is the sum over its posts of the mean over the tags, here the mean over its posts of
+  the sum over the tags, divided by 5. These are equal for a full batch of 100. Of a last batch with n posts, their gradient is
+  n / 100 of that here.
+
 FedJAX's own flags for EMNIST (experiments/fed_avg/fed_avg.EMNIST_CONV.flags) have the same clients, rounds, b1 and b2. Their
 batch size (10) and learning rates differ; Reddi et al. tuned theirs, and FedJAX does not say how theirs were chosen.
 

@@ -71,6 +71,7 @@ class StoredArray(NamedTuple):
 
 def save_packed(columns: Mapping[str, Any], offsets: np.ndarray, client_ids: Iterable[str], path: StrPath) -> None:
     """Writes a population to a packed file; see `FederatedData.save`."""
+    check_names(columns)
     arrays: dict[str, StoredArray] = {}
     for name, column in columns.items():
         if isinstance(column, TextColumn):
@@ -83,6 +84,13 @@ def save_packed(columns: Mapping[str, Any], offsets: np.ndarray, client_ids: Ite
 def text_arrays(name: str, buffer: StoredArray, starts: StoredArray) -> dict[str, StoredArray]:
     """Returns the two arrays of a text column by name."""
     return {f"columns/{name}/bytes": buffer, f"columns/{name}/starts": starts}
+
+
+def check_names(features: Iterable[str]) -> None:
+    """Raises ``ValueError`` for names of features that HDF5 cannot store; those of the arrays of a text column have a slash."""
+    for feature in features:
+        if feature in ("", ".") or "/" in feature or "\0" in feature:
+            raise ValueError(f"Feature name {feature!r} cannot be the name of an HDF5 dataset: rename the feature.")
 
 
 def encode_client_ids(client_ids: Iterable[str]) -> np.ndarray:
@@ -118,7 +126,7 @@ def write_packed(path: StrPath, offsets: np.ndarray, client_ids: np.ndarray, col
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      ValueError: HDF5 cannot store the name or the dtype of a feature.
+      ValueError: HDF5 cannot store the dtype of a feature.
       OSError: the disk is full.
     """
     with atomic_write(path) as target:
@@ -162,15 +170,10 @@ def first_column(columns: Mapping[str, StoredArray]) -> tuple[str, int]:
 
 def _check(columns: Mapping[str, StoredArray]) -> None:
     for name, array in columns.items():
-        feature = name.removeprefix("columns/")
-        text = feature.rpartition("/")[0]  # A column of texts is stored as two arrays.
-        if {f"columns/{text}/bytes", f"columns/{text}/starts"} <= columns.keys():
-            feature = text
-        if feature in ("", ".") or "/" in feature or "\0" in feature:
-            raise ValueError(f"Feature name {feature!r} cannot be the name of an HDF5 dataset: rename the feature.")
         if array.dtype.kind not in "biufcS" or not array.dtype.itemsize:
             raise ValueError(
-                f"Feature {feature!r} has dtype {array.dtype}, which a packed file cannot store: convert it first."
+                f"Feature {name.removeprefix('columns/')!r} has dtype {array.dtype}, which a packed file cannot store: convert "
+                "it first."
             )
 
 

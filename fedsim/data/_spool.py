@@ -16,7 +16,7 @@ from zlib_ng import zlib_ng
 
 from fedsim.data._client_ids import ClientIds
 from fedsim.data._federated_data import ClientDataset
-from fedsim.data._packed import BLOCK_BYTES, StoredArray, encode_client_ids, fill_packed, first_column, text_arrays
+from fedsim.data._packed import BLOCK_BYTES, StoredArray, check_names, encode_client_ids, fill_packed, first_column, text_arrays
 from fedsim.durable_files import atomic_write
 
 _SYNC_BYTES = 1 << 27
@@ -72,6 +72,7 @@ class Spool:
         fill_packed(self._target, offsets, names, arrays)
 
     def _start(self, client: ClientDataset) -> None:
+        check_names(client.examples)
         arrays: dict[str, StoredArray] = {}
         for name, rows in client.examples.items():
             self._columns[name] = column = _Column(rows, self._new_file(), self._new_file() if rows.dtype == object else None)

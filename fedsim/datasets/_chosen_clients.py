@@ -32,7 +32,8 @@ def choose_clients(
     """Keeps some clients of a natural dataset, in their original order.
 
     The clients are drawn from ``train``. A split with the same clients keeps the drawn ones that it has. A split with other
-    clients keeps the same proportion of its own, at least one.
+    clients keeps the same proportion of its own, at least one. If ``test`` has other clients with the same names, their ids get
+    the prefix ``test_``, because a client of ``test`` is taken for that of ``train`` with its id.
 
     Only the rows of the clients that are kept are read. They are copied into memory or, if they are larger than a gigabyte and
     the splits are mapped from files, into a packed file in the cache, client by client.
@@ -49,9 +50,13 @@ def choose_clients(
     Raises:
       ValueError: ``clients`` is not from 1 to the number of clients in ``train``, or none of the drawn clients is in a split.
     """
+    train = splits["train"]
+    if "test" not in same_clients and any(client_id in train for client_id in splits["test"].client_ids):
+        test = splits["test"]
+        renamed = FederatedData(test.columns, test.offsets, [f"test_{client_id}" for client_id in test.client_ids])
+        splits = {**splits, "test": renamed}
     if clients is None:
         return dict(splits)
-    train = splits["train"]
     checks.whole(
         1, train.num_clients, clients=clients, remedy=f"{name!r} has {train.num_clients:,} clients; None keeps all of them"
     )

@@ -3,8 +3,9 @@
 A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009, https://www.cs.toronto.edu/~kriz/cifar.html.
 The partition is that of S. Reddi et al., "Adaptive federated optimization", ICLR 2021, https://arxiv.org/abs/2003.00295,
 appendix F: 100 images per client, drawn by Dirichlet(0.1) over the 20 coarse labels and Dirichlet(10) over the fine labels
-below each. The clients of test are not those of train, although both are named by numbers from 0. So personal models of the
-training clients cannot be evaluated on test; `fedsim.partitioners.split_within_clients` divides the training clients' images.
+below each. The clients of test are not those of train, although both are named by numbers from 0 in the files, so the ids of
+test begin with ``test_`` here. So personal models of the training clients cannot be evaluated on test;
+`fedsim.partitioners.split_within_clients` divides the training clients' images.
 
 The files are TensorFlow Federated's. The hash and size of the SQLite archive are those that FedJAX checks
 (fedjax/datasets/cifar100.py); the hash of the HDF5 archive is TensorFlow Federated's own (simulation/datasets/cifar100.py

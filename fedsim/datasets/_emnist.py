@@ -13,7 +13,8 @@ Source, in each of the formats below:
   label: [] int32, 0-9 digits, 10-35 A-Z, 36-61 a-z.
 
 Loaded:
-  x: [28, 28, 1] uint8, 0 = paper, 255 = ink: inverted, because Reddi et al. (2021) and FedJAX train on inverted images.
+  x: [28, 28, 1] uint8, 0 = paper, 255 = ink: inverted, as in FedJAX. The code of Reddi et al. (2021) inverts
+    for its autoencoder, but not for classification, where 1.0 = paper.
   y: [] int32, the label, unchanged.
 
 Clients are in the order of the file. The names in FedJAX's files start with a hash, which is removed. ``emnist10`` read from

@@ -58,7 +58,7 @@ def _remembered(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
         if asked != key:
             key, result = None, {}  # The memory is free before the next file is read.
             result = load(data, cache, name=name, **options)
-            for part in ("train", "test"):
+            for part in result.keys() - {"about"}:
                 for column in result[part].columns.values():
                     column.setflags(write=False)  # Whoever loads the file again has the same arrays.
             key = asked
@@ -117,6 +117,8 @@ def load_file(
 ) -> dict[str, Any]:
     """Loads train and test of the file ``name``, which may have a hash (see `fedsim.datasets.with_hash`), and its description.
 
+    If the file has parts ``train`` and ``test`` and also ``validation``, ``val`` or ``dev``, the latter is the validation data.
+
     Raises:
       ImportError: a library that the format needs is not installed.
       FileNotFoundError: there is no such file.
@@ -166,7 +168,7 @@ def load_file(
         path,
         {"x": inputs.values, "y": target.values},
         owners=None if owners is None else np.array([str(owner) for owner in owners[kept]], object),
-        test=None if rows.test is None or test_fraction is not None else rows.test[kept],
+        parts=None if test_fraction is not None else _published_parts(rows, kept),
         stratify=bool(target.classes),
         split=split,
         test_fraction=test_fraction or _TEST_FRACTION,
@@ -421,7 +423,7 @@ def _divided(
     columns: Mapping[str, np.ndarray],
     *,
     owners: np.ndarray | None,
-    test: np.ndarray | None,
+    parts: Mapping[str, np.ndarray] | None,
     stratify: bool,
     split: str,
     test_fraction: float,
@@ -429,9 +431,8 @@ def _divided(
     partition: Any,
     published: Any,
 ) -> dict[str, FederatedData]:
-    """Divides the rows among clients, and into train and test: as ``test`` says, or by the split."""
-    if test is not None:
-        parts = {"train": ~test, "test": test}
+    """Divides the rows among clients, and into train and test: as the file's own parts say, or by the split."""
+    if parts is not None:
         chosen = {name: {feature: column[mask] for feature, column in columns.items()} for name, mask in parts.items()}
         if owners is None:
             divided: dict[str, FederatedData] = published(chosen)
@@ -461,6 +462,15 @@ def _divided(
     if data.num_clients == 1:
         warnings.warn(f"{path.name} has one client, so that its training is that of one machine.", stacklevel=5)
     return {"train": train, "test": apart}
+
+
+def _published_parts(rows: Rows, kept: np.ndarray) -> dict[str, np.ndarray] | None:
+    """Returns which of the kept rows are in each of the file's own parts, ``bool [n]``; None if it has no test part."""
+    if rows.test is None:
+        return None
+    others = {"test": rows.test, "validation": rows.validation}
+    masks = {name: mask[kept] for name, mask in others.items() if mask is not None}
+    return {"train": ~np.any(list(masks.values()), axis=0), **masks}
 
 
 def _standardized(parts: Mapping[str, FederatedData], name: str, scaled: np.ndarray) -> tuple[dict[str, FederatedData], str]:

@@ -99,7 +99,7 @@ def _arrays(name: str, source: Source, data: Path | None, cache: Path) -> dict[s
     | {
         "partition": f"{OPTIONS['partition']}; or writers, with data=DIR that holds {_WRITERS}",
         "clients": "number of clients; None: 100, or all writers, of which a smaller number is drawn at random (of test, whose "
-        "writers are others, the same proportion)",
+        "writers are others, with ids that begin with test_ if their numbers occur in train, too, the same proportion)",
         "seed": "seed of the partition, or of the draw of writers",
     },
     source=f"{_MNIST_URL}/train-images-idx3-ubyte.gz and three more",

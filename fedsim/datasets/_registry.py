@@ -31,7 +31,8 @@ class Description:
       class_names: names of the labels 0, 1, ... in pictures; empty to show the labels.
       num_classes: labels ``y`` are in ``[0, num_classes)``; None if the task is not classification or the number is not known
         before loading.
-      default_model: a name in `fedsim.models`, or a callable that returns a model; None if there is no default.
+      default_model: a name in `fedsim.models`, or a callable that returns a model; None if there is no default. In the name,
+        ``{OPTION}`` stands for the value of an option of the dataset, such as its vocabulary.
       options: the loader's options, each with its meaning.
       defaults: the loader's options, each with its default (``inspect.Parameter.empty`` if it must be given). ``...`` stands
         for options that depend on another option.
@@ -325,7 +326,8 @@ def _find(text: str, options: Mapping[str, Any]) -> _Found:
         loader, description = _LOADERS[prefix + _FAMILY]
         shown = f"{_FILE}{unpinned(rest)}" if prefix + colon == _FILE else name
         check_options("dataset", shown, loader, options, _reserved(loader, name))
-        return _Found(functools.partial(loader, name=rest), dataclasses.replace(description, name=shown), options)
+        description = dataclasses.replace(_with_model(description, options), name=shown)
+        return _Found(functools.partial(loader, name=rest), description, options)
     if colon:
         loader = import_reference(name)
         if callable(loader) and not any(loader is known for known, _ in _LOADERS.values()):
@@ -339,7 +341,17 @@ def _find(text: str, options: Mapping[str, Any]) -> _Found:
     else:
         loader, description = look_up("dataset", name, _LOADERS)
     check_options("dataset", name, loader, options, _reserved(loader, name))
-    return _Found(loader, description, options)
+    return _Found(loader, _with_model(description, options), options)
+
+
+def _with_model(description: Description, options: Mapping[str, Any]) -> Description:
+    """Returns the description with the values of the options in the name of the default model."""
+    model = description.default_model
+    if not isinstance(model, str):
+        return description
+    for option, value in {**description.defaults, **options}.items():
+        model = model.replace(f"{{{option}}}", repr(value))
+    return dataclasses.replace(description, default_model=model)
 
 
 def _takes_folders(loader: Any) -> bool:

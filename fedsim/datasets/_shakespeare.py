@@ -82,7 +82,7 @@ _CHARACTERS = np.array(["", "⊢", "⊣", *TFF_SHAKESPEARE.decode(), "�"])
     source_features={"snippets": "[] text, may be empty: one speech of the role"},
     splits={"train": (715, 30_249), "test": (715, 4_657)},
     num_classes=90,
-    default_model="shakespeare_lstm",
+    default_model="shakespeare_lstm(length={length})",
     options={"length": "characters in a sequence", **OPTIONS},
     source=f"{_FEDJAX}/shakespeare_train.sqlite and _test.sqlite (no hash or size is published); or TFF's SQLite or HDF5",
     licence="public domain (Shakespeare); TFF's files: Apache 2.0",

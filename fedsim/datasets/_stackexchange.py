@@ -23,7 +23,7 @@ from fedsim.datasets import _chosen_clients
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, load_converted
 from fedsim.datasets._stackoverflow import limit_examples
-from fedsim.datasets._words import NEXT_WORD, OPTIONS, counts_file, word_decoder
+from fedsim.datasets._words import NEXT_WORD, NEXT_WORD_MODEL, OPTIONS, counts_file, word_decoder
 from fedsim.formats import read_json_lines
 from fedsim.text import WordTokenizer, vocabulary_from_counts
 
@@ -42,7 +42,7 @@ _SOURCES = [
     features=NEXT_WORD,
     source_features={"tokens": "[] text, a paragraph, words separated by spaces"},
     num_classes=10_004,
-    default_model="stackoverflow_lstm(expected_length=13.3)",
+    default_model=NEXT_WORD_MODEL,
     options=OPTIONS | _chosen_clients.OPTIONS,
     source="data=DIR with one file *.jsonl.gz, one JSON line per user, made from https://archive.org/details/stackexchange",
     needs_data=True,

@@ -43,7 +43,7 @@ from fedsim.datasets import _chosen_clients
 from fedsim.datasets._download import Download
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, load_converted, read_fedjax
-from fedsim.datasets._words import NEXT_WORD, OPTIONS, counts_file, word_decoder
+from fedsim.datasets._words import NEXT_WORD, NEXT_WORD_MODEL, OPTIONS, counts_file, word_decoder
 from fedsim.formats import read_tff_hdf5, read_tff_sqlite
 from fedsim.text import TagTokenizer, WordTokenizer, vocabulary_from_counts
 
@@ -132,7 +132,7 @@ _ABOUT: dict[str, Any] = {
     features=NEXT_WORD,
     source_features={"tokens": "[] text, a sentence, words separated by spaces"},
     num_classes=10_004,
-    default_model="stackoverflow_lstm(expected_length=13.3)",
+    default_model=NEXT_WORD_MODEL,
     options=OPTIONS | _CLIENTS,
     **_ABOUT,
 )
@@ -177,7 +177,7 @@ def load_stackoverflow_word(
         "title": "[] text, the title of the question",
         "tags": '[] text, the tags of the question, separated by "|"',
     },
-    default_model="stackoverflow_logistic(length=64)",
+    default_model="stackoverflow_logistic(vocabulary={vocabulary}, tags={tags}, length={length}, divisor=5)",
     options={
         "vocabulary": OPTIONS["vocabulary"],
         "tags": "number of most frequent tags",

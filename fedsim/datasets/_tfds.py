@@ -30,6 +30,7 @@ from fedsim.formats import arrays_from_tfds, read_tfds
     source_features={"image, label": "or the features that the options x and y name; see the dataset's page"},
     options=OPTIONS
     | {
+        "partition": f"{OPTIONS['partition']}; default: dirichlet, unless client is given",
         "x": "feature that becomes x",
         "y": "feature that becomes y",
         "train": "split for training, or a slice of one: 'train[:1000]'",
@@ -52,7 +53,7 @@ def load_tfds(
     train: str = "train",
     test: str = "test",
     client: str = "",
-    partition: str = "dirichlet",
+    partition: str = "",
     clients: int | None = None,
     seed: int = 0,
     test_fraction: float | None = None,
@@ -69,11 +70,15 @@ def load_tfds(
     folder = cache if data is None else data
     chosen = {"train": train, "test": test}
     if client:
-        if test_fraction is not None or partition_options:
-            raise ValueError(f"client={client!r} takes no test_fraction and no options of a partition: leave them out.")
+        if partition or test_fraction is not None or partition_options:
+            raise ValueError(
+                f"client={client!r} takes no partition, none of its options and no test_fraction: leave them out, or leave out "
+                "client."
+            )
         streams = {split: read_tfds(name, part, [x, y], client=client, data_dir=folder) for split, part in chosen.items()}
         splits = {split: stream.map(lambda _, examples: _columns(examples, x, y)).load() for split, stream in streams.items()}
         return choose_clients(f"tfds:{name}", splits, clients, seed, cache)
+    partition = partition or "dirichlet"
     check_partition(partition, partition_options, clients=clients, test_fraction=test_fraction)
     arrays = {split: arrays_from_tfds(name, part, [x, y], data_dir=folder) for split, part in chosen.items()}
     columns = {split: _columns(examples, x, y) for split, examples in arrays.items()}

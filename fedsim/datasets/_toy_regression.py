@@ -44,7 +44,7 @@ from fedsim.datasets._registry import register
         "seed": "seed of all random numbers",
     },
     splits={"train": (20, 906), "test": (20, 200)},
-    default_model="toy_regression",
+    default_model="toy_regression(dimension={dimension})",
     source="generated",
     download_bytes=0,
     licence="none needed: generated numbers",

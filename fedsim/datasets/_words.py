@@ -17,11 +17,14 @@ from fedsim.datasets._download import Download, DownloadError
 from fedsim.datasets._source import Source, locate
 from fedsim.durable_files import atomic_write
 
-# Features and options of the datasets for next-word prediction.
+# Features, default model and options of the datasets for next-word prediction.
 NEXT_WORD = {
     "x": "[20] int16 words: 0 pad, 1 bos, 2 eos, 3-10002 the most frequent words, 10003 any other",
     "y": "[20] int16 the next words: x shifted by one",
 }
+NEXT_WORD_MODEL = (
+    "stackoverflow_lstm(vocabulary={vocabulary}, length={length}, oov_buckets={oov_buckets}, expected_length=13.3)"
+)
 OPTIONS = {
     "vocabulary": "number of most frequent words that have their own id",
     "length": "words in a sequence",

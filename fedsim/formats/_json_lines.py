@@ -10,6 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
+from fedsim import checks
 from fedsim.data import ClientStream, FormatError
 from fedsim.formats._source import (
     DAMAGE_ERRORS,
@@ -29,11 +32,16 @@ from fedsim.text_files import with_different_keys
 
 
 def read_json_lines(
-    path: StrPath, split: str | None = None, features: Features = None, *, client: str = "client_id"
+    path: StrPath,
+    split: str | None = None,
+    features: Features = None,
+    *,
+    client: str = "client_id",
+    floats: Any = np.float32,
 ) -> ClientStream:
     """Reads one split of a file of JSON lines, also ``.gz``, with one line in memory, which may have up to 256 MiB.
 
-    Strings become text; numbers become int64 or float32.
+    Strings become text; numbers become int64 or ``floats``.
 
     Args:
       path: the file.
@@ -41,9 +49,11 @@ def read_json_lines(
       features: the names of the features to read, or a mapping from names to ``(shape, dtype)``; None: all features of a
         client's first example.
       client: the key of the client's id.
+      floats: the dtype of numbers with fractions, ``np.float32``, which rounds to 7 digits, or ``np.float64``.
 
     Raises:
       FileNotFoundError: there is no such file.
+      ValueError: ``floats`` is neither of the two.
       FormatError: there is no such split, or there are several and ``split`` is None; or, when the file is opened or read, a
         line is not such an object, or the features of examples differ.
 
@@ -54,6 +64,7 @@ def read_json_lines(
     ...     [(c.client_id, c["tokens"].tolist(), c["score"].tolist()) for c in read_json_lines(f"{folder}/a.jsonl", "train")]
     [('beer:10', [b'to be'], [3])]
     """
+    checks.one_of(np.float32, np.float64, floats=floats)
     source = check_exists(path)
     with locating_errors(str(source)):
         first = next(_lines(source), None)
@@ -67,7 +78,7 @@ def read_json_lines(
             if not isinstance(client_id, str):
                 raise FormatError(f"Line {number} has no text {client!r}; it has {sorted(line)}: name the key by client=.")
             with locating_errors(f"client {client_id!r}", RecursionError):
-                yield client_id, _columns(line.get(chosen), features)
+                yield client_id, _columns(line.get(chosen), features, floats)
 
     return stream(path, read)
 
@@ -92,7 +103,7 @@ def _lines(path: Any) -> Iterator[dict[str, Any]]:
             yield parsed
 
 
-def _columns(examples: Any, features: Features) -> Columns | None:
+def _columns(examples: Any, features: Features, floats: Any) -> Columns | None:
     if not isinstance(examples, list) or not all(isinstance(example, dict) for example in examples):
         raise FormatError("its examples are not a list of objects.")
     if not examples:
@@ -102,4 +113,4 @@ def _columns(examples: Any, features: Features) -> Columns | None:
         absent = [name for name in names if name not in example]
         if absent:
             raise FormatError(f"Feature {absent[0]!r} is missing in example {number}, which has {sorted(example)}.")
-    return selected({name: column(name, [example[name] for example in examples]) for name in names}, features)
+    return selected({name: column(name, [example[name] for example in examples], floats) for name in names}, features)

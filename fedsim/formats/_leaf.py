@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import ClientStream, FormatError
 from fedsim.durable_files import atomic_write
 from fedsim.formats._json import JsonReader
@@ -37,19 +38,21 @@ from fedsim.formats._source import (
 _HEADS = ("users", "num_samples", "hierarchies")
 
 
-def read_leaf(path: StrPath, features: Features = None) -> ClientStream:
+def read_leaf(path: StrPath, features: Features = None, *, floats: Any = np.float32) -> ClientStream:
     """Reads a LEAF JSON file, also ``.gz``, or all LEAF files of a folder in the order of their names, one user at a time.
 
-    Numbers become int64 or float32 ``[n, ...]``, and strings become text ``[n]``. A feature ``x`` whose rows are lists of k
+    Numbers become int64 or ``floats`` ``[n, ...]``, and strings become text ``[n]``. A feature ``x`` whose rows are lists of k
     strings becomes the features ``x_0`` to ``x_{k-1}``.
 
     Args:
       path: the file or folder.
       features: the names of the features to read, or a mapping from names to ``(shape, dtype)``, for example
         ``{"x": ((28, 28), np.float32)}``; None: all features.
+      floats: the dtype of numbers with fractions, ``np.float32``, which rounds to 7 digits, or ``np.float64``.
 
     Raises:
       FileNotFoundError: there is no such file or folder.
+      ValueError: ``floats`` is neither of the two.
       FormatError: the folder has no LEAF file; or, when a file is read, it has another layout or is damaged.
 
     >>> import tempfile
@@ -60,6 +63,7 @@ def read_leaf(path: StrPath, features: Features = None) -> ClientStream:
     ...     {client.client_id: client["y"].tolist() for client in read_leaf(f"{folder}/a.json")}
     {'ann': [3, 4]}
     """
+    checks.one_of(np.float32, np.float64, floats=floats)
     source = check_exists(path, folder=True)
     files = leaf_files(source) if source.is_dir() else [source]
     if not files:
@@ -68,7 +72,7 @@ def read_leaf(path: StrPath, features: Features = None) -> ClientStream:
     def read() -> Iterator[tuple[str, Columns | None]]:
         for file in files:
             with locating_errors(os.fspath(file) if source.is_dir() else "", ValueError, RecursionError, *DAMAGE_ERRORS):
-                yield from _users(file, features)
+                yield from _users(file, features, floats)
 
     return stream(path, read)
 
@@ -78,7 +82,7 @@ def leaf_files(folder: Path) -> list[Path]:
     return sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
 
 
-def _users(path: Path, features: Features) -> Iterator[tuple[str, Columns | None]]:
+def _users(path: Path, features: Features, floats: Any) -> Iterator[tuple[str, Columns | None]]:
     heads: dict[str, Any] = {}
     sizes_read: dict[str, int] = {}
     with open_decompressed(path) as file:
@@ -89,7 +93,7 @@ def _users(path: Path, features: Features) -> Iterator[tuple[str, Columns | None
                 continue
             for user in reader.members():
                 with locating_errors(f"client {user!r}", ValueError, RecursionError):
-                    columns = _columns(reader.value(), features)
+                    columns = _columns(reader.value(), features, floats)
                     sizes_read[user] = 0 if columns is None else len(next(iter(columns.values())))
                 yield user, columns
         reader.end()
@@ -103,7 +107,7 @@ def _users(path: Path, features: Features) -> Iterator[tuple[str, Columns | None
         raise FormatError(f"user_data has {len(sizes_read)} users, but users has {len(users)}.")
 
 
-def _columns(data: Any, features: Features) -> Columns | None:
+def _columns(data: Any, features: Features, floats: Any) -> Columns | None:
     if not isinstance(data, dict) or not all(isinstance(values, list) for values in data.values()):
         raise FormatError("its data are not an object of lists: expected {feature: [value, ...], ...}")
     lengths = {name: len(values) for name, values in data.items()}
@@ -118,7 +122,7 @@ def _columns(data: Any, features: Features) -> Columns | None:
                 raise FormatError(f"Feature {name!r} has lists of strings of different lengths.")
             columns |= {f"{name}_{i}": column(f"{name}_{i}", [value[i] for value in values]) for i in range(len(values[0]))}
         else:
-            columns[name] = column(name, values)
+            columns[name] = column(name, values, floats)
     return selected(columns, features)
 
 

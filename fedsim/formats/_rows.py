@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -32,6 +33,7 @@ from fedsim.formats._table import (
 from fedsim.text_files import is_number
 
 _SPLITS = ("train", "test")
+_VALIDATION = ("validation", "val", "dev")  # names of a third part, of which a file may have one
 _SUFFIXES = {".csv", ".tsv", ".parquet", ".json", ".jsonl", ".ndjson", ".npz", ".h5", ".hdf5", ".sqlite"}
 # Arrow infers the types of columns from the first block, so that a file of up to this size is one block.
 _MAX_BLOCK = (1 << 31) - 2
@@ -48,6 +50,7 @@ class Rows:
       unsupported: name of each column that cannot be used to its type.
       clients: the client of each row, an object array ``[n]`` of ``str``; None if the format does not state clients.
       test: ``bool [n]``, the rows of a published test split; None if there is none.
+      validation: ``bool [n]``, the rows of a published validation split; None if there is none.
       place: returns the place of a row in the file, such as ``"line 7"``.
 
     >>> import pathlib, tempfile
@@ -64,6 +67,7 @@ class Rows:
     clients: np.ndarray | None
     test: np.ndarray | None
     place: Callable[[int], str]
+    validation: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
@@ -75,8 +79,8 @@ def read_rows(path: StrPath, *, text_columns: Sequence[str] = (), header: bool |
     The format is recognized by the content: a table (CSV, also ``.tsv`` and ``.gz``; Parquet; JSON lines with an object per
     example), arrays of equal lengths (``.npz``), a dataset that Hugging Face's ``save_to_disk`` has written, a folder of
     images, or any format of `fedsim.formats.read` that states the clients. A folder of LEAF's files, of images or of a dataset
-    of Hugging Face may have the parts ``train`` and ``test``. The columns of images are ``image`` and the folders:
-    ``folder``, or ``folder_1``, ``folder_2`` if there are several levels.
+    of Hugging Face may have the parts ``train`` and ``test``, and then also ``validation``, ``val`` or ``dev``. The columns of
+    images are ``image`` and the folders: ``folder``, or ``folder_1``, ``folder_2`` if there are several levels.
 
     A field without a character is missing, and so is NaN. In a column of numbers, so are ``NA`` and ``null``.
 
@@ -117,7 +121,9 @@ def read_rows(path: StrPath, *, text_columns: Sequence[str] = (), header: bool |
         elif kind == "images":
             rows = _joined({name: _read_images(part) for name, part in _parts(source).items()})
         elif kind == "leaf" and source.is_dir():
-            rows = _joined({name: _of_clients(read_leaf(part).load()) for name, part in _parts(source).items()})
+            rows = _joined(
+                {name: _of_clients(read_leaf(part, floats=np.float64).load()) for name, part in _parts(source).items()}
+            )
         else:
             rows = _joined({name: _of_clients(part) for name, part in _populations(source, kind).items()})
     if not len(rows):
@@ -145,6 +151,12 @@ def _kind(source: Path) -> str:
         parts = _parts(source)
         if any((part / "state.json").is_file() for part in parts.values()):
             return "arrow"
+        if (source / "dataset_dict.json").is_file():
+            names = sorted(part.parent.name for part in source.glob("*/state.json"))
+            raise FormatError(
+                f"{source} is a dataset of Hugging Face with the parts {', '.join(names) or 'none'}: expected train and test; "
+                "give the folder of one part, from which a test part is drawn, or rename a part."
+            )
         if all(leaf_files(part) for part in parts.values()):
             return "leaf"
         if any(image_files(part) for part in parts.values()):
@@ -171,46 +183,62 @@ def _kind(source: Path) -> str:
 
 
 def _parts(folder: Path) -> dict[str, Path]:
-    """Returns the folders of the train and test splits; the folder itself if it has not both."""
+    """Returns the folders of the train, test and validation splits; the folder itself if it has not both of the former."""
     parts = {name: folder / name for name in _SPLITS}
-    return parts if all(part.is_dir() for part in parts.values()) else {"train": folder}
+    if not all(part.is_dir() for part in parts.values()):
+        return {"train": folder}
+    validation = next((folder / name for name in _VALIDATION if (folder / name).is_dir()), None)
+    return parts if validation is None else parts | {"validation": validation}
 
 
 def _populations(source: Path, kind: str) -> dict[str, FederatedData]:
-    """Reads the splits train and test of a file that states clients, or its only split as train."""
+    """Reads the splits train, test and validation of a file that states clients, or its only split as train."""
     if kind == "packed":
         return {"train": FederatedData.open(source)}
+    options: dict[str, Any] = (
+        {"floats": np.float64} if kind in ("leaf", "json_lines") else {}
+    )  # Whoever standardizes rounds after that.
     try:
-        streams = {name: read(source, split=name, format=kind) for name in _SPLITS}
+        streams = {name: read(source, split=name, format=kind, **options) for name in _SPLITS}
     except ValueError:  # The format has no splits, or the file has others.
-        streams = {"train": read(source, format=kind)}
+        streams = {"train": read(source, format=kind, **options)}
+    for name in _VALIDATION if "test" in streams else ():
+        with contextlib.suppress(ValueError):  # There is no such split.
+            streams.setdefault("validation", read(source, split=name, format=kind, **options))
     return {name: stream.load() for name, stream in streams.items()}
 
 
 def _joined(parts: Mapping[str, Rows]) -> Rows:
-    """Returns the rows of train and test as one, with the rows of test marked; those of train if there are no others."""
-    train = parts["train"]
-    if "test" not in parts:
+    """Returns the rows of all parts as one, with those of test and validation marked; those of train if there are no others."""
+    train, *others = parts.values()
+    if not others:
         return train
-    test = parts["test"]
-    for name in {**train.columns, **test.columns}:
-        kinds = [_type(each.columns[name]) if name in each.columns else "absent" for each in (train, test)]
-        if kinds[0] != kinds[1]:
-            raise FormatError(f"column {name!r} is {kinds[0]} in train and {kinds[1]} in test: expected the same in both.")
+    for part, rows in parts.items():
+        for name in {**train.columns, **rows.columns}:
+            kinds = [_type(each.columns[name]) if name in each.columns else "absent" for each in (train, rows)]
+            if kinds[0] != kinds[1]:
+                raise FormatError(
+                    f"column {name!r} is {kinds[0]} in train and {kinds[1]} in {part}: expected the same in both."
+                )
+    sizes = [len(rows) for rows in parts.values()]
+    starts = np.cumsum([0, *sizes])
+    part_of = np.repeat(list(parts), sizes)
 
-    def joined(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray:
-        none = [np.zeros(len(each), bool) for each in (train, test)]
-        return np.concatenate([none[0] if first is None else first, none[1] if second is None else second])
+    def missing(name: str) -> np.ndarray:
+        return np.concatenate([rows.missing.get(name, np.zeros(len(rows), bool)) for rows in parts.values()])
 
     def place(row: int) -> str:
-        return f"{train.place(row)} of train" if row < len(train) else f"{test.place(row - len(train))} of test"
+        at = list(parts).index(str(part_of[row]))
+        return f"{parts[part_of[row]].place(row - int(starts[at]))} of {part_of[row]}"
 
+    clients = [rows.clients for rows in parts.values() if rows.clients is not None]
     return Rows(
-        columns={name: np.concatenate([train.columns[name], test.columns[name]]) for name in train.columns},
-        missing={name: joined(train.missing.get(name), test.missing.get(name)) for name in {**train.missing, **test.missing}},
-        unsupported=train.unsupported | test.unsupported,
-        clients=None if train.clients is None or test.clients is None else np.concatenate([train.clients, test.clients]),
-        test=np.repeat([False, True], [len(train), len(test)]),
+        columns={name: np.concatenate([rows.columns[name] for rows in parts.values()]) for name in train.columns},
+        missing={name: missing(name) for name in dict.fromkeys(name for rows in parts.values() for name in rows.missing)},
+        unsupported={name: kind for rows in parts.values() for name, kind in rows.unsupported.items()},
+        clients=np.concatenate(clients) if len(clients) == len(parts) else None,
+        test=part_of == "test",
+        validation=part_of == "validation" if "validation" in parts else None,
         place=place,
     )
 

@@ -122,8 +122,8 @@ def read_exactly(file: IO[bytes], count: int) -> bytes:
     return b"".join(pieces)
 
 
-def column(name: str, values: list[Any]) -> np.ndarray:
-    """Converts parsed values, one per example, to a column: ``int64``, ``float32`` or bool ``[n, ...]``, or text ``[n]``.
+def column(name: str, values: list[Any], floats: Any = np.float32) -> np.ndarray:
+    """Converts parsed values, one per example, to a column: ``int64``, ``floats`` or bool ``[n, ...]``, or text ``[n]``.
 
     Raises:
       FormatError: text and numbers are mixed; text is not UTF-8; rows have different shapes; a value is missing; an integer
@@ -146,7 +146,7 @@ def column(name: str, values: list[Any]) -> np.ndarray:
     if array.dtype.kind == "b" or array.dtype.kind == "i":
         return array
     if array.dtype.kind == "f":
-        return array.astype(np.float32)
+        return array.astype(floats, copy=False)
     example = next((i for i, value in enumerate(values) if _kind(value) != _kind(values[0])), len(values) - 1)
     raise FormatError(
         f"Feature {name!r} is {abbreviated(values[0])} in example 0 and {abbreviated(values[example])} in example {example}: "

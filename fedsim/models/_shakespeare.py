@@ -28,10 +28,12 @@ def shakespeare_lstm(
     and so do FedJAX and TFF.
 
     The loss of a sequence is the mean over its ``length`` positions, where the loss of pad is 0, as in FedJAX. The metrics are
-    means over tokens: ``loss`` over all tokens except pad; ``accuracy`` over all except pad, bos, eos and oov, as published;
-    ``accuracy_in_vocab`` over all except pad and eos, where special ids are never predicted, so oov labels are always misses,
-    as in FedJAX; and ``oov_rate``, the share of oov among all tokens except pad. FedJAX's own model takes bos and eos to be 87
-    and 88, where its data have 1 and 2, so it never predicts the characters ``9`` and ``\\r``; this model does.
+    means over tokens: ``loss`` over all tokens except pad; ``accuracy`` over all except pad, bos, eos and oov;
+    ``accuracy_with_eos`` over all except pad and bos, as in the code of Reddi et al., whose clients have no bos as a label
+    because speeches are not joined; ``accuracy_in_vocab`` over all except pad and eos, where special ids are never predicted,
+    so oov labels are always misses, as in FedJAX; and ``oov_rate``, the share of oov among all tokens except pad. FedJAX's own
+    model takes bos and eos to be 87 and 88, where its data have 1 and 2, so it never predicts the characters ``9`` and
+    ``\\r``; this model does.
 
     Args:
       num_characters: the size of the vocabulary without special ids.

@@ -125,23 +125,29 @@ def stackoverflow_transformer(
     return language_model(logits, length=length, num_ids=num_ids, oov_buckets=oov_buckets, divisor=divisor, truncates=True)
 
 
-def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length: int | None = None) -> Model:
+def stackoverflow_logistic(
+    vocabulary: int = 10_000, tags: int = 500, *, length: int | None = None, divisor: float = 1.0
+) -> Model:
     """A logistic regression for each tag on the frequencies of words: 5,000,500 parameters.
 
     Outputs are logits ``[n, tags]``. Tag prediction of S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021,
     https://arxiv.org/abs/2003.00295, appendix C. The features are those of `fedsim.text.TagTokenizer`: ``x: float32
     [vocabulary]``, the frequency of each word in the post, and ``y: uint8 [tags]``. With ``length``, they are ``x: int32
-    [length]``, the ids of the words, from which the model computes the frequencies; this is faster. The loss is the sum of the
-    tags' cross-entropies, as published. ``recall_at_5`` is the share of all tags that are among the 5 largest logits of their
-    post.
+    [length]``, the ids of the words, from which the model computes the frequencies; this is faster. ``recall_at_5`` is the
+    share of all tags that are among the 5 largest logits of their post.
+
+    The loss of a post is the sum of the tags' cross-entropies, divided by ``divisor``; the metric ``loss`` is not divided. The
+    loss of a batch is the mean of its posts. The code of the paper (google-research/federated) takes the mean over the tags and
+    the sum over the posts, so learning rates published for it need the number of tags divided by the batch size: 500 / 100 = 5.
 
     Args:
       vocabulary: the number of words.
       tags: the number of tags.
       length: the number of word ids of a post; None reads frequencies.
+      divisor: a divisor of the loss of a post.
 
     Raises:
-      ValueError: a size is not positive.
+      ValueError: a size or the divisor is not positive.
 
     >>> model = stackoverflow_logistic()
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
@@ -149,6 +155,7 @@ def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length:
     """
     checks.whole(1, vocabulary=vocabulary, tags=tags)
     checks.whole(1, or_none=True, length=length)
+    checks.positive(divisor=divisor)
     x: Feature = jax.ShapeDtypeStruct((vocabulary,), jnp.float32)
     if length is not None:
         x = jax.ShapeDtypeStruct((length,), jnp.int32)
@@ -165,15 +172,15 @@ def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length:
         rows = jnp.where(known[..., None], w[jnp.where(known, ids - 1, 0)], 0.0)
         return jnp.sum(rows, axis=1) / words + b[None]
 
-    def loss(examples: Examples, outputs: jax.Array) -> jax.Array:
+    def sum_over_tags(examples: Examples, outputs: jax.Array) -> jax.Array:
         y = examples["y"].astype(jnp.float32)
         return jnp.sum(jax.nn.softplus(outputs) - y * outputs, axis=1)
 
     return Model.from_haiku(
         hk.transform(logits),
         features={"x": x, "y": jax.ShapeDtypeStruct((tags,), jnp.uint8)},
-        loss=loss,
-        metrics={"loss": loss, "recall_at_5": RecallAtK(5)},
+        loss=lambda examples, outputs: sum_over_tags(examples, outputs) / float(divisor),
+        metrics={"loss": sum_over_tags, "recall_at_5": RecallAtK(5)},
     )
 
 

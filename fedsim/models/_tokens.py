@@ -31,7 +31,8 @@ def language_model(
     """Returns a model whose ``logits(tokens int32 [n, length], training)`` are ``float32 [n, length, num_ids]``.
 
     The loss of a sequence is the sum of the losses of its tokens except pad, divided by ``divisor``. The last ``oov_buckets``
-    ids are those of unknown words. If the tokenizer ``truncates`` long sequences, the rate is among the metrics.
+    ids are those of unknown words. If the tokenizer ``truncates`` long sequences, the rate is among the metrics; otherwise it
+    joins texts, so bos may be a label.
     """
     oov = tuple(range(num_ids - oov_buckets, num_ids))
     special = (PAD, BOS, EOS, *oov)
@@ -50,6 +51,8 @@ def language_model(
     }
     if truncates:
         measured["truncation_rate"] = metrics.TruncationRate(masked_labels=(PAD,), eos_label=EOS)
+    else:
+        measured["accuracy_with_eos"] = metrics.TokenAccuracy(masked_labels=(PAD, BOS))
     return Model.from_haiku(
         hk.transform(lambda examples, training: logits(examples["x"].astype(jnp.int32), training)),
         features={"x": tokens, "y": tokens},

@@ -50,7 +50,10 @@ def temporal(timestamps: Any, *, clients: int, equal: Literal["examples", "time"
     order = np.argsort(times, kind="stable")
     if equal == "examples":
         return cut(order, even_sizes(len(times), clients))
-    first = times.min() if len(times) else 0
-    since = times.astype(np.float64) - float(first) if times.dtype.kind == "u" else (times - first).astype(np.float64)
+    if times.dtype.kind in "iu":
+        times = times.astype(np.uint64)  # Modulo 2**64, no difference from the first overflows.
+    elif times.dtype.kind == "f":
+        times = times.astype(np.float64)
+    since = (times - times[order[:1]]).astype(np.float64)
     block = np.minimum((since / max(since.max(initial=0), 1e-300) * clients).astype(np.int64), clients - 1)
     return cut(order, np.bincount(block, minlength=clients))

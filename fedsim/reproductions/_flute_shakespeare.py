@@ -9,7 +9,8 @@ Reddi et al., "Adaptive federated optimization", ICLR 2021, https://arxiv.org/ab
 Deviations: the speeches of a role are joined before they are cut into sequences of 80, as in FedJAX, whereas FLUTE cuts each
 speech by itself, so its clients take more steps with more padding. The loss is the mean over the positions of a sequence,
 where the loss of padding is 0; FLUTE's is the mean over all characters of a batch without padding. The accuracy is that of
-characters, as in Reddi et al.; FLUTE counts the end of a speech, too. A test every 25 rounds shows how the accuracy grows.
+characters; FLUTE and the code of Reddi et al. count the end of a speech and unknown characters, too (``accuracy_with_eos``). A
+test every 25 rounds shows how the accuracy grows.
 """
 
 from __future__ import annotations

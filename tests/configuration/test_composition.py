@@ -1,11 +1,14 @@
 """A configuration combines aggregators, compressors, attacks and stragglers by name with any algorithm."""
 
 import dataclasses
+import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+import fedsim
 from fedsim import aggregators, algorithms, compressors, datasets, decentralized, samplers
 from fedsim.configuration import RunConfig, Settings, build
 from fedsim.names import parse_call
@@ -122,3 +125,44 @@ def test_a_dataset_is_drawn_with_the_seed_of_the_run_unless_it_has_a_seed(datase
 def same(data, other):
     both = [[each.columns[name] for name in sorted(each.columns)] for each in (data, other)]
     return np.array_equal(data.sizes, other.sizes) and all(map(np.array_equal, *both))
+
+
+WORDS = "vocabulary=1, oov_buckets=2, length=5"
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "ids"),
+    [
+        ("vocabulary=1", None, 5),  # pad, bos, eos, one word, unknown
+        ("vocabulary=1", "stackoverflow_lstm(embedding=4, hidden=4)", 5),
+        (WORDS, "stackoverflow_transformer(embedding=8, feedforward=4)", 6),
+        (WORDS, "stackoverflow_lstm(hidden=4, vocabulary=7)", 12),  # what the user gives stays
+    ],
+)
+def test_a_model_has_the_vocabulary_of_its_dataset(options, model, ids, tmp_path):
+    users = [{"client_id": name, "train": [{"tokens": "a x y z"}], "test": [{"tokens": "a p q r"}]} for name in "uv"]
+    (tmp_path / "posts.jsonl").write_text("\n".join(map(json.dumps, users)))
+    config = RunConfig(dataset=f"stackexchange({options})", data=str(tmp_path), clients=1, model=model)
+    own, _, test, *_ = build(config, Settings(execution="jit"))
+    assert own.model.num_classes == ids
+    rate = own.model.metrics["oov_rate"]({"y": np.asarray(test.columns["y"])}, None)
+    # Three of the five tokens "a p q r eos" are unknown. A model of another vocabulary takes other ids for these.
+    assert rate.total.sum() / rate.weight.sum() == pytest.approx(0.6 if ids < 12 else 0)
+
+
+def test_a_model_that_means_something_else_by_a_vocabulary_does_not_get_it():
+    description = datasets.describe("stackexchange(vocabulary=70)")
+    assert description.default_model == "stackoverflow_lstm(vocabulary=70, length=20, oov_buckets=1, expected_length=13.3)"
+    with pytest.raises(ValueError, match="needs the option"):
+        build(RunConfig(dataset="stackexchange(vocabulary=70)", model="decoder"), Settings(execution="jit"))
+
+
+def test_a_model_of_tags_has_the_numbers_of_its_dataset():
+    posts = fedsim.FederatedData.from_arrays({"x": np.zeros((2, 6), np.int16), "y": np.zeros((2, 3), np.uint8)}, sizes=[1, 1])
+    dataset = "stackoverflow_tag(vocabulary=8, tags=3, length=6)"
+    splits = datasets.FederatedSplits(posts, posts, datasets.describe(dataset))
+    for model in (None, "stackoverflow_logistic"):
+        config = RunConfig(dataset=dataset, model=model, clients=1)
+        own = build(config, Settings(execution="jit"), splits=splits).algorithm.model
+        assert own.features["x"].shape == (6,)
+        assert jax.eval_shape(own.init, jax.random.key(0))["linear"]["w"].shape == (8, 3)

@@ -375,3 +375,13 @@ def test_a_feature_whose_name_is_that_of_a_part_is_refused(name, tmp_path):
     data = FederatedData.from_arrays({"x": np.arange(3), name: np.arange(3)}, sizes=[3])
     with pytest.raises(ValueError, match=f"Feature name '{name}' cannot be"):
         data.save(tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize("others", [{}, {"a": np.array([b"to", b"be", b""], object)}])
+def test_features_whose_names_are_those_of_both_parts_of_a_text_are_refused(others, tmp_path):
+    """The file would take the numbers for a column of texts."""
+    data = FederatedData.from_arrays(others | {"a/bytes": np.arange(3), "a/starts": np.arange(3)}, sizes=[3])
+    for save in (data.save, ClientStream.of(data).save):
+        with pytest.raises(ValueError, match="Feature name 'a/bytes' cannot be"):
+            save(tmp_path / "a.h5")
+    assert list(tmp_path.iterdir()) == []

@@ -82,6 +82,25 @@ def test_large_numbers_that_differ_little_are_standardized(tmp_path):
     np.testing.assert_allclose(x[:, 1], 0, atol=1e-6)  # a constant column
 
 
+@pytest.mark.parametrize("form", ["json_lines", "leaf"])
+def test_large_numbers_of_files_with_clients_are_standardized_before_they_are_rounded(tmp_path, form):
+    """Times in seconds, which float32 would round to multiples of 128."""
+    rows = [{"t": 1.7e9 + i + 0.5, "y": i % 2} for i in range(40)]
+    if form == "json_lines":
+        (tmp_path / "a.jsonl").write_text(json.dumps({"client_id": "u", "train": rows, "test": rows[:10]}))
+        name = f"{tmp_path}/a.jsonl"
+    else:
+        for part in ("train", "test"):
+            (tmp_path / part).mkdir()
+            columns = {"t": [row["t"] for row in rows], "y": [row["y"] for row in rows]}
+            content = {"users": ["u"], "num_samples": [40], "user_data": {"u": columns}}
+            (tmp_path / part / "a.json").write_text(json.dumps(content))
+        name = str(tmp_path)
+    x = datasets.load(f"{name}(label='y')").train.columns["x"][:, 0]
+    expected = np.arange(40) - 19.5
+    np.testing.assert_allclose(np.sort(x), expected / expected.std(), rtol=1e-5)
+
+
 def test_splits_by_client_and_by_seed(table, tmp_path):
     name = name_of(tmp_path, split="by_client", test_fraction=0.5)
     first, again, other = (datasets.load(name, seed=seed) for seed in (0, 0, 1))
@@ -204,6 +223,18 @@ def test_a_file_with_a_test_part_of_its_own_takes_no_other_split(tmp_path):
     splits = datasets.load(f"{tmp_path}/a.jsonl", split="by_client", test_fraction=0.5)
     assert (splits.train.num_examples, splits.test.num_examples) == (4, 4)
     assert set(splits.train.client_ids).isdisjoint(splits.test.client_ids)
+
+
+@pytest.mark.parametrize("options", ["", "(partition='iid', clients=3)"])
+def test_a_validation_part_of_its_own_is_kept(tmp_path, options):
+    parts = {"train": [1.0, 2.0, 6.0], "test": [4.0], "val": [5.0, 3.0]}
+    lines = [{"client_id": name} | {part: [{"x": x, "y": int(x) % 2} for x in parts[part]] for part in parts} for name in "ab"]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    splits = datasets.load(f"{tmp_path}/a.jsonl{options}")
+    assert [splits.train.num_examples, splits.test.num_examples, splits.validation.num_examples] == [6, 2, 4]
+    mean, deviation = np.mean(parts["train"]), np.std(parts["train"])
+    expected = (np.repeat(sorted(parts["val"]), 2) - mean) / deviation
+    np.testing.assert_allclose(np.sort(splits.validation.columns["x"][:, 0]), expected, rtol=1e-6)
 
 
 def test_one_client_gives_a_warning(tmp_path):

@@ -159,8 +159,12 @@ def test_writers_are_clients(folder):
     np.savez(folder / "mnist_writer_ids.npz", train_writer=writers["train"], test_writer=writers["test"])
     splits = datasets.load("mnist(partition='writers')", data=folder)
     assert splits.train.sizes.tolist() == [50] * 4 and splits.test.num_clients == 2
+    assert list(splits.test.client_ids) == ["0", "1"]
     assert datasets.load("mnist(partition='writers', clients=2)", data=folder).train.num_clients == 2
     np.testing.assert_array_equal(splits.train["8"]["x"][..., 0], IMAGES["train"][50:100])
+    np.savez(folder / "mnist_writer_ids.npz", train_writer=writers["train"] - 7, test_writer=writers["test"])
+    numbered = datasets.load("mnist(partition='writers')", data=folder).test  # Both parts have writers from 0, who are others.
+    assert list(numbered.client_ids) == ["test_0", "test_1"] and rows(numbered) == rows(splits.test)
     np.savez(folder / "mnist_writer_ids.npz", train_writer=writers["test"], test_writer=writers["test"])
     with pytest.raises(ValueError, match=r"mnist_writer_ids.npz: train_writer has shape \[100\]: expected \[200\]"):
         datasets.load("mnist(partition='writers')", data=folder)

@@ -87,8 +87,9 @@ def test_clients_by_a_feature_of_the_dataset(folder):
         ("tfds:shades(test='validation')", "validation"),
         ("tfds:shades(partition='iid', alpha=1)", "The partition 'iid' has no option 'alpha'"),
         ("tfds:shades(clients=0)", "clients"),
-        ("tfds:shades(client='user', test_fraction=0.5)", "client='user' takes no test_fraction and no options of a partition"),
-        ("tfds:shades(client='user', alpha=0.1)", "client='user' takes no test_fraction and no options of a partition"),
+        ("tfds:shades(client='user', test_fraction=0.5)", "client='user' takes no partition, .* and no test_fraction"),
+        ("tfds:shades(client='user', alpha=0.1)", "client='user' takes no partition, none of its options"),
+        ("tfds:shades(client='user', partition='shards')", "client='user' takes no partition"),
     ],
 )
 def test_missing_names_are_reported(name, message, folder):

@@ -48,7 +48,32 @@ def test_datasets_of_hugging_face_on_disk_are_read_with_their_splits(tmp_path):
     rows = read_rows(tmp_path / "two")
     pd.testing.assert_frame_equal(read_table(rows), pd.concat([TABLE, TABLE.iloc[[2]]]).reset_index(drop=True))
     assert rows.test.tolist() == [False] * 4 + [True]
-    assert rows.place(4) == "row 0 of test"
+    assert rows.place(4) == "row 0 of test" and rows.validation is None
+    datasets.DatasetDict(train=whole, dev=whole.select([1]), test=whole.select([2])).save_to_disk(tmp_path / "three")
+    rows = read_rows(tmp_path / "three")
+    pd.testing.assert_frame_equal(read_table(rows), pd.concat([TABLE, TABLE.iloc[[2, 1]]]).reset_index(drop=True))
+    assert rows.test.tolist() == [False] * 4 + [True, False] and rows.validation.tolist() == [False] * 5 + [True]
+    assert rows.place(5) == "row 0 of validation"
+    datasets.DatasetDict(train=whole, validation=whole).save_to_disk(tmp_path / "no test")
+    with pytest.raises(FormatError, match="with the parts train, validation: expected train and test; give the folder of one"):
+        read_rows(tmp_path / "no test")
+
+
+def test_a_third_part_is_validation_data(tmp_path):
+    """In folders and in files of clients; without a part test, there is none."""
+    lines = [{"client_id": name, "train": [{"y": 1}], "test": [{"y": 2}, {"y": 3}], "val": [{"y": 4}]} for name in "ab"]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    folder = tmp_path / "leaf"
+    for part, y in (("train", [1]), ("test", [2, 3]), ("validation", [4])):
+        (folder / part).mkdir(parents=True)
+        write_leaf(FederatedData.from_clients({name: {"y": np.array(y)} for name in "ab"}), folder / part / "a.json")
+    for path in (tmp_path / "a.jsonl", folder):
+        rows = read_rows(path)
+        assert rows.columns["y"].tolist() == [1, 1, 2, 3, 2, 3, 4, 4]
+        assert rows.test.tolist() == [False] * 2 + [True] * 4 + [False] * 2
+        assert rows.validation.tolist() == [False] * 6 + [True] * 2
+        assert rows.clients.tolist() == list("abaabbab")
+        assert rows.place(7) == "example 0 of client 'b' of validation"
 
 
 def test_files_with_clients_are_read_with_these_and_leafs_folders_with_their_splits(tmp_path):

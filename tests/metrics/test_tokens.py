@@ -151,5 +151,10 @@ def test_language_models_report_rates():
     assert found["oov_rate"] == (tokens == 12).mean()
     there = sequences[(sequences != PAD).any(1)]
     assert found["truncation_rate"] == (there != EOS).all(1).mean()
-    assert list(models.shakespeare_lstm().metrics) == ["loss", "accuracy", "accuracy_in_vocab", "oov_rate"]
+    characters = models.shakespeare_lstm(9, length=LENGTH).metrics
+    assert list(characters) == ["loss", "accuracy", "accuracy_in_vocab", "oov_rate", "accuracy_with_eos"]
+    joined = np.array([[7, 12, EOS, 1, 8, PAD]])  # two speeches, and an unknown character
+    right = characters["accuracy_with_eos"]({"y": joined}, np.eye(IDS, dtype=np.float32)[joined])
+    assert (right.total.item(), right.weight.item()) == (4, 4)
+    assert characters["accuracy"]({"y": joined}, np.eye(IDS, dtype=np.float32)[joined]).weight.item() == 2
     assert dataclasses.replace(small, metrics=METRICS).metrics == METRICS

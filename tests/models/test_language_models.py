@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim import models
+from fedsim import datasets, models
 
 SMALL = {"vocabulary": 30, "length": 6}
 
@@ -240,6 +240,17 @@ def test_loss_of_zero_logits_is_log_two_per_tag():
     np.testing.assert_allclose(losses, [7 * np.log(2)] * 2, rtol=1e-6)
 
 
+def test_the_default_loss_of_a_full_batch_of_tags_is_the_published_one():
+    """Keras' BinaryCrossentropy with the reduction SUM: the mean over the 500 tags, summed over a batch of 100."""
+    model = models.get(datasets.describe("stackoverflow_tag").default_model)
+    draw = np.random.default_rng(0)
+    y, outputs = draw.integers(0, 2, (100, 500)).astype(np.uint8), draw.normal(size=(100, 500)).astype(np.float32)
+    p = sigmoid(outputs.astype(np.float64))
+    published = -np.log(np.where(y == 1, p, 1 - p)).mean(axis=1).sum()
+    np.testing.assert_allclose(np.mean(model.loss({"y": y}, outputs)), published, rtol=1e-5)
+    np.testing.assert_allclose(model.metrics["loss"]({"y": y}, outputs), 5 * model.loss({"y": y}, outputs), rtol=1e-6)
+
+
 def test_a_federated_round_learns_to_predict_the_next_word():
     """Sentences count upwards: after some rounds, the next word is known."""
     model = models.stackoverflow_lstm(vocabulary=12, length=6, embedding=8, hidden=16, expected_length=6)
@@ -273,6 +284,7 @@ def test_error_for_ids_beyond_the_vocabulary_names_the_client():
         (lambda: models.stackoverflow_lstm(expected_length=0), "expected_length=0"),
         (lambda: models.stackoverflow_transformer(heads=7), "heads=7"),
         (lambda: models.stackoverflow_logistic(tags=-1), "tags=-1"),
+        (lambda: models.stackoverflow_logistic(divisor=0), "divisor=0"),
         (lambda: models.shakespeare_lstm(hidden=2.5), "hidden=2.5"),
     ],
 )

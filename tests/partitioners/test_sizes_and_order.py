@@ -104,6 +104,18 @@ def test_blocks_have_equal_durations_or_equal_numbers_of_examples():
     assert sizes(partitioners.temporal(times, clients=4)).tolist() == [26, 26, 25, 25]
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint64", "float16"])
+def test_times_over_the_whole_range_of_their_type_are_divided_equally(dtype):
+    """Differences of such times are too large for the type itself."""
+    limits = np.finfo(dtype) if dtype == "float16" else np.iinfo(dtype)
+    least, most = int(limits.min), int(limits.max)
+    times = np.array([least + (most - least) * i // 37 for i in range(38)], dtype)
+    parts = partitioners.temporal(times[::-1], clients=4, equal="time")
+    assert [[37 - row for row in sorted(rows)[::-1]] for rows in parts] == [
+        list(range(10)), list(range(10, 19)), list(range(19, 28)), list(range(28, 38))
+    ]  # fmt: skip
+
+
 def test_equal_timestamps_have_one_client_by_time_and_keep_their_order_by_examples():
     assert sizes(partitioners.temporal(np.full(6, 7), clients=3, equal="time")).tolist() == [6, 0, 0]
     assert [rows.tolist() for rows in partitioners.temporal(np.full(6, 7), clients=3)] == [[0, 1], [2, 3], [4, 5]]
