@@ -1,5 +1,7 @@
 """Byzantine neighbours, robust mixing, noise on what nodes send, and parameters that nodes keep to themselves."""
 
+import dataclasses
+
 import federation
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import fedsim
 from fedsim import decentralized
 from fedsim.attacks import ALittleIsEnough, GaussianNoise, SignFlip
 from fedsim.commands import main
+from fedsim.compressors import Compressor, ErrorFeedback, TopK
 from fedsim.decentralized._mixer import Mixer
 
 NODES = 8
@@ -269,6 +272,11 @@ def test_lost_averages_of_adpsgd_leave_nodes_alone():
     assert not np.allclose(averaged.models["linear"]["w"], alone.models["linear"]["w"])
 
 
+@dataclasses.dataclass(frozen=True)
+class Wrapped(Compressor):
+    inner: Compressor
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
@@ -281,6 +289,13 @@ def test_lost_averages_of_adpsgd_leave_nodes_alone():
         ("ChocoSGD", {"message_loss": 0.1}, "links that lose nothing, got message_loss=0.1: leave it out"),
         ("D2", {"message_loss": 0.1}, "D2 needs links that lose nothing, got message_loss=0.1: leave it out"),
         ("D2", {"link_failures": 0.1, "weights": "lazy"}, "links that lose nothing, got link_failures=0.1: leave it out"),
+        ("ChocoSGD", {"topology": decentralized.base_graph(6)}, "needs the same graph in every round, and .* has 4: use ring"),
+        (
+            "ChocoSGD",
+            {"compressor": ErrorFeedback(TopK())},
+            "compressor without error feedback for ChocoSGD, got ErrorFeedback",
+        ),
+        ("ChocoSGD", {"compressor": Wrapped(ErrorFeedback(TopK()))}, "compressor without error feedback for ChocoSGD, got Wr"),
         ("DPSGD", {"personal": "head"}, "a function of a module's and a parameter's name"),
     ],
 )
