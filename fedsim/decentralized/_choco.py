@@ -72,8 +72,8 @@ class ChocoSGD(DecentralizedAlgorithm):
         super().check_matrices()
         if self.topology.period > 1:
             raise ValueError(
-                f"ChocoSGD needs the same graph in every round, and {self.topology.name!r} has {self.topology.period}: use ring, "
-                "for example, or DPSGD. A new neighbour would have no copy of a node's model."
+                f"ChocoSGD needs the same graph in every round, and {self.topology.name!r} has {self.topology.period}: use "
+                "ring, for example, or DPSGD. A new neighbour would have no copy of a node's model."
             )
 
     def node_memory(self, models: Params) -> Params:

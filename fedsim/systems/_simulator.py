@@ -1,8 +1,8 @@
 """The schedule of a run: which update is aggregated when, and which version of the model it started from.
 
 Durations depend on sizes, speeds and random draws and never on the values of models. So the host simulates the events
-beforehand, with a queue ordered by time (ties: timers last, and otherwise by the order in which they were caused), and a compiled program can follow
-it.
+beforehand, with a queue ordered by time (ties: timers last, and otherwise by the order in which they were caused), and a
+compiled program can follow it.
 """
 
 from __future__ import annotations
