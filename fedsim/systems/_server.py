@@ -106,7 +106,7 @@ class Server:
         self._given_up: dict[int, Dispatch] = {}
         # The numbers of late updates in the buffer, of which the synchronization model has not been told.
         self._late: list[int] = []
-        self._events: list[tuple[float, int, str, Any]] = []
+        self._events: list[tuple[float, bool, int, str, Any]] = []
         self._busy_until: dict[int, float] = {}
         # Clients whose update is on its way or in the buffer. They are not selected, so that no server step has two of their
         # updates.
