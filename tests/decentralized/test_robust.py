@@ -15,6 +15,7 @@ from fedsim import decentralized
 from fedsim.attacks import ALittleIsEnough, GaussianNoise, SignFlip
 from fedsim.commands import main
 from fedsim.compressors import Compressor, ErrorFeedback, TopK
+from fedsim.decentralized._algorithm import consensus_distance
 from fedsim.decentralized._mixer import Mixer
 
 NODES = 8
@@ -309,6 +310,17 @@ def test_some_algorithms_have_no_attackers(name):
     weights = {"weights": "lazy"} if name == "D2" else {}
     with pytest.raises(ValueError, match=f"{name} does not simulate attackers: use a sampler without them"):
         run(make(name, topology=decentralized.line(4), **weights), attack=SignFlip())
+
+
+def test_values_with_64_bits_are_mixed_with_64_bits():
+    draw = np.random.default_rng(0).normal(size=(NODES, 3))
+    with jax.enable_x64(True):
+        mixed = decentralized.gossip(jnp.asarray(draw), GRAPH, rounds=2)
+        np.testing.assert_allclose(mixed, MATRIX @ MATRIX @ draw, rtol=1e-13, atol=1e-13)
+        models = {"w": jnp.array([[1e9], [1e9 + 1]])}
+        assert float(consensus_distance(models)) == 0.5
+        assert decentralized.NodesState(models, (), jnp.int32(0)).params["w"].tolist() == [1e9 + 0.5]
+        assert mix(VALUES, robust=decentralized.ClippedMixing(0.5)).dtype == np.float32
 
 
 def test_attackers_train_on_poisoned_examples():
