@@ -173,7 +173,8 @@ class Buffered(Synchronization):
     which each counts by its staleness alone, is that of `FedBuff`, or of ``FedAvg(weighting="uniform")``.
 
     Attributes:
-      size: K, the number of updates in a server step. Late updates (`Policy`) come in addition.
+      size: K, the number of updates in a server step. Late updates (`Policy`) count among them; those that arrive when K - 1
+        are there already come in addition.
       concurrency: C, the number of clients in flight.
       staleness_weight: a function from the staleness of updates to their weights, or its name, such as "hinge(a=10, b=4)"; the
         paper's is 1 / sqrt(1 + staleness).
