@@ -57,7 +57,8 @@ class Collusion(Attack):
 
     The attackers know statistics of the honest updates as the server receives them (after clipping and compression). The
     results of their own training are discarded, except for the weight and the size of the message. Their update is sent with
-    the aggregator's `send`, like other updates, but they keep no memory of it (for example no residual).
+    the aggregator's `send`, like other updates, but they keep no memory of it (for example no residual). In a round without
+    honest updates, the statistics are zeros, of which attackers can make no harmful update: cohorts should have honest clients.
 
     Attributes:
       needs_updates: whether `collude` reads all updates, which are then stored.

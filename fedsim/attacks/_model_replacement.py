@@ -24,7 +24,8 @@ class ModelReplacement(Attack):
 
     The new model is then the attackers' model plus what the other clients add, which is little when training has converged. It
     is exact for the mean with ``weighting="uniform"``. By name, as in a configuration, it is
-    ``"model_replacement(inner='label_flip(num_classes=10)')"``; ``clients`` is then by default that of a round.
+    ``"model_replacement(inner='label_flip(num_classes=10)')"``; without ``clients``, both numbers are then those of a round, as
+    many attackers as there are on average.
 
     Attributes:
       inner: the attack on the examples: `PixelBackdoor` or `LabelFlip`.

@@ -473,12 +473,26 @@ def _sampler(data: FederatedData, config: RunConfig, algorithm: Algorithm) -> Sa
         epochs = config.epochs if config.steps is None else config.steps
         sampler = Stragglers(sampler, fraction=config.stragglers, epochs=epochs, drop=config.drop_stragglers)
     if config.attack is not None:
-        name, given = parse_call(config.attack)
-        # Model replacement scales updates by the number of clients of a cohort.
-        own = {"clients": config.clients} if name == "model_replacement" and "clients" not in given else {}
-        attack = make("attack", config.attack, attacks.ATTACKS, attacks.Attack, **own)
+        attack = make("attack", config.attack, attacks.ATTACKS, attacks.Attack, **_of_server_step(config, config.attack))
         sampler = Attacked(sampler, attack, fraction=config.attackers, seed=config.seed)
     return sampler
+
+
+def _of_server_step(config: RunConfig, attack: str) -> dict[str, int]:
+    """Returns the default number of clients and attackers in a server step, by which model replacement scales updates."""
+    name, given = parse_call(attack)
+    if name != "model_replacement" or "clients" in given:
+        return {}
+    synchronization = synchronization_of(config)
+    if not isinstance(synchronization, systems.Synchronous):
+        raise ValueError(
+            f"Expected the option clients of model_replacement with synchronization={config.synchronization!r}, got "
+            f"attack={attack!r}: give the number by which the server divides the sum of a server step's updates, such as the "
+            "size of buffered."
+        )
+    clients = synchronization.most_updates(config.clients)
+    own = {"clients": clients, "attackers": max(1, round(config.attackers * clients))}
+    return {name: number for name, number in own.items() if name not in given}
 
 
 def _named_sampler(text: str, data: FederatedData, config: RunConfig) -> Sampler:

@@ -11,12 +11,14 @@ import numpy as np
 from fedsim import checks, rng, tree
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms import FedAvg
+from fedsim.attacks import Collusion
 from fedsim.data import Cohort
 from fedsim.execution import num_steps, rounded_slots, traced_rounds
 from fedsim.rounds import RoundProgram, Staleness, check_scalable, check_scales
 from fedsim.samplers import Sampler, checked_cohort, is_steered
 from fedsim.systems import (
     Asynchronous,
+    Buffered,
     ClockedSampler,
     FedBuff,
     Schedule,
@@ -121,7 +123,7 @@ class Prepared(NamedTuple):
       algorithm: with the weighting of the model.
       mixing: whether the updates are mixed into the model, see `fedsim.Staleness`.
       steps: the local steps of each client, ``int64 [population]``.
-      bytes_down, bytes_up: the sizes of the uncompressed model and update.
+      bytes_down, bytes_up: the sizes of the uncompressed model and update, both with running statistics.
 
     >>> Prepared._fields
     ('algorithm', 'mixing', 'steps', 'bytes_down', 'bytes_up')
@@ -162,6 +164,13 @@ def prepared(algorithm: Algorithm, sampler: Sampler, synchronization: Synchroniz
             "StaleSynchronous has the same workers in all rounds, so it cannot run with stragglers or attackers of a sampler: "
             "use a sampler without them, or another synchronization model."
         )
+    alone = mixing or (isinstance(synchronization, Buffered) and synchronization.size == 1)
+    if alone and isinstance(first.attack, Collusion):
+        raise ValueError(
+            f"{type(first.attack).__name__} needs honest updates in every server step, from which attackers compute theirs, "
+            f"and those of {synchronization} have one update: use Synchronous, Buffered with a larger size, or an attack "
+            "without collusion, such as SignFlip."
+        )
     if isinstance(synchronization, FedBuff):
         if not hasattr(algorithm, "weighting"):
             raise ValueError(
@@ -172,6 +181,7 @@ def prepared(algorithm: Algorithm, sampler: Sampler, synchronization: Synchroniz
         algorithm = dataclasses.replace(algorithm, **equal)
     # This also checks that clients of this algorithm can start from older models. The sizes do not depend on the bound.
     program = _traced(algorithm, first, Staleness(bound=0))
+    call = program.calls[0]
     if mixing:
         check_scalable(algorithm)
         _traced(algorithm, first, Staleness(bound=0, mixing=True))  # checks that the updates are differences of parameters
@@ -179,8 +189,8 @@ def prepared(algorithm: Algorithm, sampler: Sampler, synchronization: Synchroniz
         algorithm=algorithm,
         mixing=mixing,
         steps=num_steps(first.data.sizes, algorithm.batches, program.loops),
-        bytes_down=tree.num_bits(program.calls[0].shared) // 8,
-        bytes_up=tree.num_bits(program.calls[0].update) // 8,
+        bytes_down=tree.num_bits((call.shared, call.statistics)) // 8,
+        bytes_up=tree.num_bits(call.update) // 8,
     )
 
 

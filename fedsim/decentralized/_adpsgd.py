@@ -118,8 +118,8 @@ class FinishingNodes:
       seed: the seed, or root key, of the speeds and of the run.
 
     Raises:
-      ValueError: ``per_round`` is below 1, no node has examples, messages of ``devices`` take time; or, when a cohort is drawn,
-        all nodes have gone offline for good.
+      ValueError: ``per_round`` is below 1, no node has examples, messages of ``devices`` take time, or steps take none; or,
+        when a cohort is drawn, all nodes have gone offline for good.
 
     >>> import numpy as np
     >>> data = FederatedData.from_arrays({"x": np.zeros(6)}, sizes=[1, 2, 3])
@@ -147,6 +147,11 @@ class FinishingNodes:
                     "Expected devices whose messages take no time, because FinishingNodes does not know their size, got "
                     f"{name}={values[node]:g} of node {node}: leave it out, and add the time of messages to seconds_per_step."
                 )
+        if (instant := (data.sizes > 0) & (self._drawn.seconds_per_step == 0)).any():
+            raise ValueError(
+                f"Expected devices whose steps take time, got seconds_per_step=0 of node {int(instant.argmax())}: it would "
+                "finish before any other node in every round; give a number above 0."
+            )
         self._cohorts: list[tuple[list[int], float]] = []
         self._events = self._finish()
 

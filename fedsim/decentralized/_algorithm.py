@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from fedsim import checks, rng, tree
-from fedsim.aggregators import Mean
+from fedsim.aggregators import Mean, accumulation_dtype
 from fedsim.algorithm import Algorithm, Capabilities
 from fedsim.algorithms import Local, LocalTraining, Shared, check_client_optimizer
 from fedsim.data import Batch, FederatedData
@@ -138,6 +138,7 @@ class DecentralizedAlgorithm(Algorithm):
     If a cohort has attackers, they train on what `fedsim.attacks.Attack.poison` returns, and send to their neighbours what
     `fedsim.attacks.Attack.corrupt_all` returns of the values that they would send, which are whole models in most algorithms:
     with `fedsim.attacks.SignFlip` a node sends -x. They keep their own values, which count in the mean, like those of others.
+    A malicious node that is not in a round's cohort sends its own values: for Byzantine nodes, sample all nodes in every round.
 
     Attributes:
       model, client_optimizer: see `fedsim.algorithms.FedAvg`. A schedule counts rounds.
@@ -438,9 +439,10 @@ def _joined(models: Params, personal: Params) -> Params:
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    """Returns the mean over nodes, ``float32``. On a CPU, a product with a vector is many times as fast as ``jnp.mean``."""
-    rows = x.reshape(len(x), -1).astype(jnp.float32)
-    mean = jnp.dot(jnp.full(len(x), 1 / len(x), jnp.float32), rows, precision="highest")
+    """Returns the mean over nodes, at least ``float32``. On a CPU, a product is many times as fast as ``jnp.mean``."""
+    wide = accumulation_dtype(x.dtype)
+    rows = x.reshape(len(x), -1).astype(wide)
+    mean = jnp.dot(jnp.full(len(x), 1 / len(x), wide), rows, precision="highest")
     return mean.reshape(x.shape[1:])
 
 
@@ -452,7 +454,8 @@ def consensus_distance(models: Params) -> jax.Array:
     """
 
     def spread(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.square(x.astype(jnp.float32) - _mean(x)[None]))
+        mean = _mean(x)
+        return jnp.sum(jnp.square(x.astype(mean.dtype) - mean[None])).astype(jnp.float32)
 
     nodes = len(jax.tree.leaves(models)[0])
     return tree.root(sum(map(spread, jax.tree.leaves(models)), jnp.float32(0)) / nodes)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.compressors import Compressor, TopK
+from fedsim.compressors import Compressor, ErrorFeedback, TopK
 from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState
 from fedsim.decentralized._mixer import Neighbours
 from fedsim.model import Params
@@ -27,14 +27,17 @@ class ChocoSGD(DecentralizedAlgorithm):
     common first model, which all nodes know.
 
     Attributes:
-      compressor: C, one of `fedsim.compressors`; biased ones are fine, without error feedback.
+      compressor: C, one of `fedsim.compressors`; biased ones are fine, without error feedback, because h_i keeps what was not
+        sent. Nodes keep no memory of a compressor, so `fedsim.compressors.PowerSGD` starts with the same Q in every round.
       message_loss, link_failures: must be 0. A receiver that misses q_i would have a wrong h_i for ever; the algorithm needs
         links that send again.
       gamma: the consensus step size, in (0, 1]; smaller for stronger compression.
-      topology, weights: see `DecentralizedAlgorithm`.
+      topology, weights: see `DecentralizedAlgorithm`. The graph must be the same in every round, because a new neighbour would
+        have no h_i.
 
     Raises:
-      ValueError: ``compressor`` is not a `Compressor`, or ``gamma`` is not in ``(0, 1]``.
+      ValueError: ``compressor`` is not a `Compressor` or has error feedback, ``gamma`` is not in ``(0, 1]``, or the topology
+        has several graphs.
 
     >>> import fedsim, optax
     >>> data = fedsim.datasets.load("digits", clients=4).train
@@ -59,6 +62,19 @@ class ChocoSGD(DecentralizedAlgorithm):
         super().__post_init__()
         checks.instance(Compressor, "TopK(fraction=0.1)", compressor=self.compressor)
         checks.number(above=0, most=1, gamma=self.gamma)
+        if _has_feedback(self.compressor):
+            raise ValueError(
+                f"Expected compressor without error feedback for ChocoSGD, got {self.compressor}: leave ErrorFeedback out, "
+                "because nodes send the difference to what others know of them, which has all that was not sent before."
+            )
+
+    def check_matrices(self) -> None:
+        super().check_matrices()
+        if self.topology.period > 1:
+            raise ValueError(
+                f"ChocoSGD needs the same graph in every round, and {self.topology.name!r} has {self.topology.period}: use "
+                "ring, for example, or DPSGD. A new neighbour would have no copy of a node's model."
+            )
 
     def node_memory(self, models: Params) -> Params:
         return models
@@ -70,3 +86,9 @@ class ChocoSGD(DecentralizedAlgorithm):
         known = tree.add(known, sent.value)
         step = neighbours.mix(known, bits=sent.bits, difference=True)
         return state._replace(models=tree.add(trained, tree.scale(step, self.gamma)), memory=known)
+
+
+def _has_feedback(compressor: Compressor) -> bool:
+    """Returns whether a compressor is an `ErrorFeedback`, or has one inside."""
+    inner = (value for value in vars(compressor).values() if isinstance(value, Compressor))
+    return isinstance(compressor, ErrorFeedback) or any(map(_has_feedback, inner))

@@ -33,11 +33,11 @@ class Mixer:
     Attributes:
       sources: the nodes whose values a node takes, ``int32 [period, entries, nodes]``, or ``[period, entries]`` with
         ``targets``.
-      weights: ``float32``, the weights, like ``sources``; 0 where a node takes fewer values.
+      weights: ``float64``, the weights, like ``sources``; 0 where a node takes fewer values.
       links: ``int32``, like ``sources``: the number of the link over which the value comes, from 1, the same in both
         directions; 0 for the own value.
       receivers: ``float32 [period, nodes]``, to how many others a node sends.
-      rest: ``float32 [period, nodes]``, by how much the sum of a node's weights exceeds 1, which is 0 in most matrices.
+      rest: ``float64 [period, nodes]``, by how much the sum of a node's weights exceeds 1, which is 0 in most matrices.
       targets: None, or the nodes that take the values, ``int32 [period, entries]``.
       blocks: what devices send each other, if each has the values of a block of nodes; None if every device has all values.
 
@@ -72,7 +72,7 @@ class Mixer:
         most = max(matrix.nnz for matrix in matrices)
         padded = padded or width * nodes <= _MOST_PADDING * most
         shape = (period, width, nodes) if padded else (period, most)
-        weights, links = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+        weights, links = np.zeros(shape), np.zeros(shape, np.int32)
         targets = np.full(shape, nodes - 1, np.int32)  # sorted, also those of entries with weight 0
         # With weight 0 a node takes its own value, so that no other one can reach it that is not finite.
         sources = np.broadcast_to(np.arange(nodes, dtype=np.int32), shape).copy() if padded else targets.copy()
@@ -87,7 +87,7 @@ class Mixer:
             weights=weights,
             links=links,
             receivers=np.array(receivers, np.float32),
-            rest=np.where(np.abs(rest) <= TOLERANCE, 0, rest).astype(np.float32),
+            rest=np.where(np.abs(rest) <= TOLERANCE, 0, rest),
             targets=listed,
             blocks=None if mesh is None else BlockExchange.of(sources, weights, listed, nodes, mesh),
         )
@@ -194,8 +194,8 @@ class Taken(NamedTuple):
 
     Attributes:
       places: where their device holds the values, ``int32 [entries, nodes]``, or ``[entries]`` with ``targets``.
-      weights: ``float32``, like ``places``.
-      rest: by how much the sum of a node's weights exceeds 1, ``float32 [nodes]``.
+      weights: floats like ``places``, ``float64`` with x64.
+      rest: by how much the sum of a node's weights exceeds 1, floats ``[nodes]``.
       targets: None, or which node of the device takes each value, ``int32 [entries]``.
     """
 

@@ -42,7 +42,7 @@ class RobustMixing:
         Args:
           own: the node's own value, a pytree of floats.
           received: what the node receives, leaves ``[most neighbours of a node, ...]``.
-          weights: the mixing weights, ``float32 [most neighbours of a node]``; 0 where it has fewer neighbours.
+          weights: the mixing weights, floats ``[most neighbours of a node]``; 0 where it has fewer neighbours.
         """
         raise NotImplementedError(f"{type(self).__name__} must define __call__.")
 

@@ -119,6 +119,7 @@ class Client:
         ``client_memory`` returns.
       arrival_weight: the factor of its weight in the aggregate, ``float32 []``, see `fedsim.data.Arrivals`; 1 without arrivals.
         What an algorithm keeps as the sum of its clients' memories remains so if a memory changes by this times the update.
+        Such an algorithm declares ``repeatable=False`` in `fedsim.Capabilities`; then it is at most 1.
       parts: the parts of the model that are not among the algorithm's parameters, `ModelParts`; () if there are none.
     """
 

@@ -140,6 +140,10 @@ def check_scales(algorithm: Any, weights: np.ndarray, scales: np.ndarray) -> Non
       weights: factors of the weights, ``[n]``. In a sum, a weight multiplies the update, so such a factor is a scale, too.
       scales: factors of the updates, ``[n]``.
 
+    Raises:
+      ValueError: an update is scaled, and the class does not declare ``capabilities.scalable``; or a weight is above 1, and it
+        declares that it is not ``repeatable``, see `fedsim.algorithm.Capabilities`.
+
     >>> import fedsim
     >>> histogram = fedsim.algorithms.Histogram(bins=2)
     >>> check_scales(histogram, weights=np.ones(2), scales=np.ones(2))
@@ -150,6 +154,12 @@ def check_scales(algorithm: Any, weights: np.ndarray, scales: np.ndarray) -> Non
     """
     if np.any(scales != 1) or (np.any(weights != 1) and algorithm.aggregator.innermost.adds_weights):
         check_scalable(algorithm)
+    if np.any(weights > 1) and not algorithm.capabilities.repeatable:
+        raise ValueError(
+            f"Expected weights of at most 1 in arrivals for {type(algorithm).__name__}, got {weights.max():.6g}: its clients "
+            "keep a memory that changes by so many times their update, and grows without bound. Use a sampler that draws no "
+            "client twice, such as UniformSampler, or staleness weights of at most 1."
+        )
 
 
 def check_scalable(algorithm: Any) -> None:

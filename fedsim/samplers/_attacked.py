@@ -27,7 +27,8 @@ class Attacked(WrappedSampler):
       sampler: the sampler that chooses the cohorts.
       attack: what the attackers do.
       fraction: the fraction of the population that attacks, rounded to a whole number of clients; a warning says if that is 0.
-        The attackers are the same clients in every round, so the number of attackers varies between cohorts.
+        The attackers are the same clients in every round, so the number of attackers varies between cohorts. Those outside of
+        a cohort do nothing in that round; nodes without a server then send their own values.
       every_round: whether to draw the attackers anew in every round, from the round's cohort. The number of attackers is then
         ``fraction`` of the cohort, rounded to a whole number.
       attackers: the ids of the attackers, instead of ``fraction``.

@@ -24,6 +24,7 @@ class ClusteredSampling(SeededSampler):
 
     A client that is drawn from two groups is in the cohort once and has twice the weight, as ``Cohort.arrivals`` says, so the
     algorithm needs ``staleness=fedsim.Staleness(bound=0)``, and ``weighting="uniform"``, because clients are drawn by size.
+    `SCAFFOLD`, `FedDC` and `FedDyn` refuse a client with twice the weight, because of what their clients keep.
 
     Args:
       data: the population.

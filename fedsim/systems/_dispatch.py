@@ -57,7 +57,7 @@ class Dispatch(NamedTuple):
       stop: when the update arrives, or when it is certain that none will.
       free: when the client can be selected again; infinity if never.
       arrives: whether the update arrives.
-      steps: the local steps that the client takes.
+      steps: the local steps that the client takes, as far as it ends them before it fails or goes offline for good.
       downloads, uploads: how many messages are sent, including those that are repeated or doubled.
       lost, doubled: how many of them are lost, and how many are second copies.
       copy: when a second copy of the update arrives; infinity if none does.
@@ -113,6 +113,7 @@ class Clients:
 
         copy, uploads, trained = math.inf, 0, 0
         free, arrival, downloads = self._transmit(client, start, download, fault.lost_down, fault.delay_down)
+        begun = arrival
         stop, downloaded, uploaded = free, arrival < math.inf, False
         if downloaded and fault.failure is not None:
             trained = int(fault.failure * steps)
@@ -128,6 +129,8 @@ class Clients:
         if math.isinf(stop):  # The client goes offline for good.
             assert devices.intervals is not None
             stop, free = max(start, devices.intervals.last(client)), math.inf
+            ends = lambda step: devices.advance(client, begun, factor * step * float(devices.seconds_per_step[client]))  # noqa: E731
+            trained = bisect.bisect_left(range(1, trained + 1), math.inf, key=ends)
         copies_down = int(downloaded and fault.doubled_down)
         copies_up = int(uploaded and fault.doubled_up)
         lost = downloads - downloaded + uploads - uploaded

@@ -106,7 +106,7 @@ class Server:
         self._given_up: dict[int, Dispatch] = {}
         # The numbers of late updates in the buffer, of which the synchronization model has not been told.
         self._late: list[int] = []
-        self._events: list[tuple[float, int, str, Any]] = []
+        self._events: list[tuple[float, bool, int, str, Any]] = []
         self._busy_until: dict[int, float] = {}
         # Clients whose update is on its way or in the buffer. They are not selected, so that no server step has two of their
         # updates.
@@ -233,7 +233,7 @@ class Server:
             self._wait_for_event()
         if idle or not self._events:
             raise ValueError(self._why_it_cannot_go_on(model))
-        self.now, _, kind, payload = heapq.heappop(self._events)
+        self.now, *_, kind, payload = heapq.heappop(self._events)
         self._idle_events += 1
         if kind == "timer":
             model.timer(self, payload)
@@ -303,7 +303,7 @@ class Server:
         self.buffer = [Dispatch(*row) for row in state["buffer"]]
         self.waiting, self.memory = list(state["waiting"]), copy.deepcopy(state["memory"])
         self.reserved, self._late = set(state["reserved"]), list(state.get("late", []))
-        self._events = [(time, cause, kind, payload) for time, cause, kind, payload in state["events"]]
+        self._events = [tuple(event) for event in state["events"]]
         self._busy_until = dict(state["busy_until"])
         dispatches = [*self.in_flight.values(), *self._given_up.values(), *self.buffer]
         self._sending = {dispatch.client for dispatch in dispatches if dispatch.arrives}
@@ -338,7 +338,8 @@ class Server:
 
     def _push(self, time: float, kind: str, payload: Any) -> None:
         # While the server is down, nothing happens on it.
-        heapq.heappush(self._events, (max(self.now, self._down.end(time)), self._caused, kind, payload))
+        # A timer comes after all else at its time, so that an update that arrives at a deadline is in time.
+        heapq.heappush(self._events, (max(self.now, self._down.end(time)), kind == "timer", self._caused, kind, payload))
         self._caused += 1
 
     def _send(self, client: int, round: int, steps: int) -> None:

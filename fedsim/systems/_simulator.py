@@ -1,8 +1,8 @@
 """The schedule of a run: which update is aggregated when, and which version of the model it started from.
 
 Durations depend on sizes, speeds and random draws and never on the values of models. So the host simulates the events
-beforehand, with a queue ordered by time (ties: by the order in which they were caused), and a compiled program can follow
-it.
+beforehand, with a queue ordered by time (ties: timers last, and otherwise by the order in which they were caused), and a
+compiled program can follow it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Simulator:
         self._model.check(clients=population, cohort=cohort.slots, fastest=fastest)
         if policy.timeout is not None and policy.timeout < fastest:
             raise ValueError(
-                f"Expected timeout >= {fastest:.6g} seconds, in which the fastest client answers, got timeout="
+                f"Expected timeout >= {fastest!r} seconds, in which the fastest client answers, got timeout="
                 f"{policy.timeout}: every update would be late; give a longer timeout, or faster devices."
             )
         if isinstance(faults, Faults) and faults.client_failures == 1:

@@ -63,7 +63,7 @@ class Synchronous(Synchronization):
             )
         if self.deadline is not None and self.deadline < fastest:
             raise ValueError(
-                f"Expected deadline >= {fastest:.6g} seconds, in which the fastest client answers, got deadline="
+                f"Expected deadline >= {fastest!r} seconds, in which the fastest client answers, got deadline="
                 f"{self.deadline}: no update would ever arrive in time; give a later deadline, or faster devices."
             )
 
@@ -73,7 +73,7 @@ class Synchronous(Synchronization):
         server.memory["attempt"] = server.memory.get("attempt", 0) + 1
         server.memory["received"] = 0
         server.memory["needed"] = self._needed(server.dispatch_cohort())
-        if self.deadline is not None:  # After the dispatches, so that an update that arrives at the deadline is in time.
+        if self.deadline is not None:
             server.call_at(server.now + self.deadline, str(server.memory["attempt"]))
 
     def received(self, server: Server, update: Dispatch) -> None:
@@ -173,7 +173,8 @@ class Buffered(Synchronization):
     which each counts by its staleness alone, is that of `FedBuff`, or of ``FedAvg(weighting="uniform")``.
 
     Attributes:
-      size: K, the number of updates in a server step. Late updates (`Policy`) come in addition.
+      size: K, the number of updates in a server step. Late updates (`Policy`) count among them; those that arrive when K - 1
+        are there already come in addition.
       concurrency: C, the number of clients in flight.
       staleness_weight: a function from the staleness of updates to their weights, or its name, such as "hinge(a=10, b=4)"; the
         paper's is 1 / sqrt(1 + staleness).

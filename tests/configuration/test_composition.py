@@ -14,6 +14,7 @@ from fedsim.configuration import RunConfig, Settings, build
 from fedsim.names import parse_call
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+BUFFERED = "buffered(size=1, concurrency=3)"
 
 
 def built(**changes):
@@ -41,7 +42,22 @@ def test_aggregators_and_attacks_are_nested_by_name():
     assert algorithm.aggregator.size == 3 and algorithm.aggregator.inner.attackers == 1
     attack = sampler.cohort(0).attack
     assert (type(attack.inner).__name__, attack.clients, attack.server_learning_rate) == ("LabelFlip", 20, 0.5)
-    assert built(attack="model_replacement(inner='label_flip(num_classes=10)', clients=7)")[1].cohort(0).attack.clients == 7
+    assert attack.attackers == 4  # a fifth of the clients
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "clients", "attackers"),
+    [
+        (", clients=7", {"synchronization": "buffered(size=7, concurrency=9)"}, 7, 1),
+        (", attackers=2", {}, 10, 2),
+        ("", {"attackers": 0.01}, 10, 1),
+        ("", {"synchronization": "synchronous(over_selection=1.3)", "clients": 13, "attackers": 0.3}, 10, 3),
+    ],
+)
+def test_model_replacement_scales_by_the_updates_of_a_server_step(options, changes, clients, attackers):
+    text = f"model_replacement(inner='label_flip(num_classes=10)'{options})"
+    attack = built(attack=text, rounds=2, **{"clients": 10} | changes)[1].cohort(0).attack
+    assert (attack.clients, attack.attackers) == (clients, attackers)
 
 
 def test_every_field_that_options_build_is_one_of_an_algorithm():
@@ -86,6 +102,12 @@ def test_cohorts_have_attackers_and_stragglers():
             "krum needs every single update, and of secure_mean, for example, the server sees the sum alone",
         ),
         (dict(attack="model_replacement"), "The attack 'model_replacement' needs the option inner"),
+        (
+            dict(attack="model_replacement(inner='label_flip(num_classes=10)')", synchronization=BUFFERED),
+            r"Expected the option clients of model_replacement with synchronization='buffered\(.*such as the size of buffered",
+        ),
+        (dict(attack="a_little_is_enough", synchronization=BUFFERED), "ALittleIsEnough needs honest updates in every server"),
+        (dict(attack="min_max", synchronization="asynchronous(concurrency=3)"), "MinMax needs honest .* those of Asynchronous"),
         (dict(attack="sing_flip"), "There is no attack 'sing_flip'. Did you mean 'sign_flip'"),
         (dict(attack="sign_flip", attackers=1.5), "attackers=1.5"),
         (dict(stragglers=0.5, epochs=1), "epochs"),

@@ -437,6 +437,13 @@ def test_devices_whose_messages_take_time_are_refused_by_nodes_that_do_not_wait(
         make("ADPSGD").sampler(DATA, clients=2, devices=fedsim.systems.Devices(**devices))
 
 
+def test_nodes_whose_steps_take_no_time_are_refused():
+    speeds = {each: {} if each == "client3" else {"seconds_per_step": 1.0} for each in DATA.client_ids}
+    devices = fedsim.systems.Devices(seconds_per_step=0.0, availability=fedsim.systems.Traces(speeds))
+    with pytest.raises(ValueError, match="steps take time, got seconds_per_step=0 of node 3: .* give a number above 0"):
+        decentralized.FinishingNodes(DATA, fedsim.Batches(size=1), devices)
+
+
 def test_nodes_that_are_all_offline_for_good_end_the_run():
     online = {each: {"online": [(0, 2.5)]} for each in DATA.client_ids}
     devices = fedsim.systems.Devices(seconds_per_step=1.0, availability=fedsim.systems.Traces(online))

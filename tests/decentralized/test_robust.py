@@ -1,5 +1,7 @@
 """Byzantine neighbours, robust mixing, noise on what nodes send, and parameters that nodes keep to themselves."""
 
+import dataclasses
+
 import federation
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ import fedsim
 from fedsim import decentralized
 from fedsim.attacks import ALittleIsEnough, GaussianNoise, SignFlip
 from fedsim.commands import main
+from fedsim.compressors import Compressor, ErrorFeedback, TopK
+from fedsim.decentralized._algorithm import consensus_distance
 from fedsim.decentralized._mixer import Mixer
 
 NODES = 8
@@ -269,6 +273,11 @@ def test_lost_averages_of_adpsgd_leave_nodes_alone():
     assert not np.allclose(averaged.models["linear"]["w"], alone.models["linear"]["w"])
 
 
+@dataclasses.dataclass(frozen=True)
+class Wrapped(Compressor):
+    inner: Compressor
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
@@ -281,6 +290,13 @@ def test_lost_averages_of_adpsgd_leave_nodes_alone():
         ("ChocoSGD", {"message_loss": 0.1}, "links that lose nothing, got message_loss=0.1: leave it out"),
         ("D2", {"message_loss": 0.1}, "D2 needs links that lose nothing, got message_loss=0.1: leave it out"),
         ("D2", {"link_failures": 0.1, "weights": "lazy"}, "links that lose nothing, got link_failures=0.1: leave it out"),
+        ("ChocoSGD", {"topology": decentralized.base_graph(6)}, "needs the same graph in every round, and .* has 4: use ring"),
+        (
+            "ChocoSGD",
+            {"compressor": ErrorFeedback(TopK())},
+            "compressor without error feedback for ChocoSGD, got ErrorFeedback",
+        ),
+        ("ChocoSGD", {"compressor": Wrapped(ErrorFeedback(TopK()))}, "compressor without error feedback for ChocoSGD, got Wr"),
         ("DPSGD", {"personal": "head"}, "a function of a module's and a parameter's name"),
     ],
 )
@@ -294,6 +310,17 @@ def test_some_algorithms_have_no_attackers(name):
     weights = {"weights": "lazy"} if name == "D2" else {}
     with pytest.raises(ValueError, match=f"{name} does not simulate attackers: use a sampler without them"):
         run(make(name, topology=decentralized.line(4), **weights), attack=SignFlip())
+
+
+def test_values_with_64_bits_are_mixed_with_64_bits():
+    draw = np.random.default_rng(0).normal(size=(NODES, 3))
+    with jax.enable_x64(True):
+        mixed = decentralized.gossip(jnp.asarray(draw), GRAPH, rounds=2)
+        np.testing.assert_allclose(mixed, MATRIX @ MATRIX @ draw, rtol=1e-13, atol=1e-13)
+        models = {"w": jnp.array([[1e9], [1e9 + 1]])}
+        assert float(consensus_distance(models)) == 0.5
+        assert decentralized.NodesState(models, (), jnp.int32(0)).params["w"].tolist() == [1e9 + 0.5]
+        assert mix(VALUES, robust=decentralized.ClippedMixing(0.5)).dtype == np.float32
 
 
 def test_attackers_train_on_poisoned_examples():

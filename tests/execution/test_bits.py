@@ -10,6 +10,8 @@ from counting import EXECUTIONS, Variance
 
 import fedsim
 from fedsim import aggregators
+from fedsim.execution import traced_rounds
+from fedsim.rounds import send_down
 
 
 def in_float32_from(monkeypatch, bits):
@@ -48,3 +50,37 @@ def test_bits_of_a_member_of_a_group(length, dtype):
     member = lambda: aggregators.Member(jnp.int32(1), jnp.zeros(length))  # noqa: E731
     bits = jax.jit(lambda: aggregators.Grouped(groups=2).send(member(), (), (), jax.random.key(0)).bits)()
     assert bits.dtype == dtype and float(bits) == np.float32(32 * length + 32)
+
+
+class Twice(fedsim.Algorithm):
+    """Calls its clients twice, each with an update of 66 million floats."""
+
+    def init(self, key):
+        return jnp.float32(0)
+
+    def round(self, state, clients):
+        for name in "ab":
+            update = lambda shared, client: fedsim.ClientUpdate(jnp.zeros(66_000_000), weight=1.0)  # noqa: E731
+            _, info = clients.aggregate(update, state, name=name)
+        return state, info
+
+
+@pytest.mark.parametrize(("compressor", "dtype"), [(None, jnp.uint32), (fedsim.compressors.TopK(fraction=1.0), jnp.float32)])
+def test_messages_that_are_larger_than_what_they_compress_do_not_overflow(compressor, dtype):
+    # 33 bits per coordinate are more than 2**32 for both messages together, and 32 bits are less.
+    mean = aggregators.Mean()
+    aggregator = mean if compressor is None else aggregators.Compressed(compressor, inner=mean)
+    algorithm = Twice(batches=fedsim.Batches(size=4), aggregator=aggregator, execution=fedsim.Jit())
+    state, cohort = jax.eval_shape(algorithm.init, jax.random.key(0)), federation.cohort()
+    traced = traced_rounds(algorithm, state, cohort.data)[0].trace()
+    assert traced.info_shapes.clients["bits_up"].dtype == dtype
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(130_150_524, jnp.float32), (2**26 - 8, jnp.uint32)])
+def test_what_a_server_sends_may_be_larger_than_what_is_compressed(length, dtype):
+    # 33 bits per parameter and a round are 2**32 + 28 in the first case.
+    def bits(shared, key):
+        return send_down(fedsim.compressors.TopK(fraction=1.0), shared, (), key)[2]
+
+    shared = {"w": jax.ShapeDtypeStruct((length,), jnp.float32), "round": jax.ShapeDtypeStruct((), jnp.int32)}
+    assert jax.eval_shape(bits, shared, jax.eval_shape(jax.random.key, 0)).dtype == dtype

@@ -11,6 +11,7 @@ import pytest
 
 import fedsim
 from fedsim import aggregators, algorithms, compressors, models
+from fedsim.configuration import prepared
 from fedsim.privacy.attacks import sent_updates
 
 SIZES = [7, 1, 12, 5]
@@ -626,6 +627,13 @@ def test_models_in_parts_run_on_a_virtual_clock_in_populations_and_with_differen
     state = private.init(jax.random.key(0))
     with pytest.raises(ValueError, match="without running statistics and without frozen or kept parts"):
         sent_updates(fedavg(model), state, cohort(data, 0))
+
+
+def test_messages_on_a_virtual_clock_have_the_statistics(data):
+    ready = prepared(fedavg(make_model()), fedsim.UniformSampler(data, clients=2, seed=0), None)
+    parameters, statistics = (4 * 8 + 8) + 2 * 8 + (8 * 3 + 3), 2 * 8
+    assert ready.bytes_down == 4 * (parameters + statistics + 1)  # and the round
+    assert ready.bytes_up == 4 * (parameters + statistics)
 
 
 def test_names_of_parts():

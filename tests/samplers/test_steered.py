@@ -4,11 +4,14 @@ import itertools
 import types
 
 import federation
+import jax
 import numpy as np
+import optax
 import pytest
 
 import fedsim
 from fedsim import samplers
+from fedsim.rounds import check_scales
 from fedsim.samplers import Observation
 
 SIZES = (7, 0, 3, 12, 1, 5, 9, 2)
@@ -239,3 +242,16 @@ def test_oort_takes_losses_below_zero():
     sampler = sampler.observe(Observation(np.array([0, 1]), {"loss": np.array([-1.0, -2.0])}))
     sampler = sampler.observe(Observation(np.array([2, 3]), {"loss": np.array([-3.0, -4.0])}))
     assert len(set(sampler.cohort(2).clients.tolist())) == 2
+
+
+@pytest.mark.parametrize("name", ["SCAFFOLD", "FedDC", "FedDyn"])
+def test_a_client_drawn_three_times_is_refused_where_its_memory_changes_by_its_weight(name):
+    clusters = samplers.ClusteredSampling(federation.data([60, 5, 5, 5, 5]), clients=4, seed=0)
+    cls = getattr(fedsim.algorithms, name)
+    settings = {"client_optimizer": optax.sgd(0.1), "batches": fedsim.Batches(size=4)}
+    algorithm = cls(model=federation.model(), staleness=fedsim.Staleness(bound=0), **settings)
+    assert clusters.cohort(0).arrivals.weights.max() == 3
+    state = jax.eval_shape(algorithm.init, jax.random.key(0))
+    with pytest.raises(ValueError, match=f"weights of at most 1 in arrivals for {name}, got 3: .* such as UniformSampler"):
+        algorithm.apply(state, clusters.cohort(0))
+    check_scales(algorithm, weights=np.array([1.0, 0.5, 0.0]), scales=np.ones(3))

@@ -170,6 +170,34 @@ def test_update_that_arrives_at_the_deadline_is_in_time():
     assert found.steps.time.tolist() == [2.0, 4.0, 6.0] and found.totals.late == 0
 
 
+def test_an_update_of_a_replacement_that_arrives_at_the_deadline_is_in_time():
+    sampler = ScheduleSampler(singletons(3), [["0", "1"], ["2"]], seed=0, repeat=True)
+    found = systems.schedule(
+        sampler, 1, steps=np.array([8, 5, 6]), synchronization=systems.Synchronous(deadline=10.0),
+        faults=systems.FaultSchedule({0: systems.Fault(failure=0.5)}),
+    )  # fmt: skip
+    # Client 0 fails at 4 seconds, and client 2 takes its place until 10.
+    assert found.updates.client.tolist() == [1, 2] and found.totals.late == 0
+
+
+def test_a_client_that_goes_offline_for_good_has_taken_the_steps_that_fit_into_its_time_online():
+    def totals_of(online, **fault):
+        devices = systems.Devices(availability=systems.Traces({"0": {"online": online}, "1": {}, "2": {}}), latency=1.0)
+        faults = systems.FaultSchedule({0: systems.Fault(**fault)})
+        return systems.schedule(sampler, 1, steps=np.full(3, 10), devices=devices, faults=faults).totals
+
+    sampler = ScheduleSampler(singletons(3), [["0", "1"], ["2"], ["1"]], seed=0)
+    for online, fault, expected in (
+        ([(0, 0.5)], {}, 0),  # while it receives the model
+        ([(0, 2.5), (4, 5)], {}, 2),
+        ([(0, 2.5), (4, 5)], {"failure": 0.1}, 1),
+        ([(0, 2.5), (4, 5)], {"failure": 0.9}, 2),
+        ([(0, 11.5)], {}, 10),  # while it sends its update
+    ):
+        totals = totals_of(online, **fault)
+        assert (totals.steps, totals.steps_wasted) == (20 + expected, expected)
+
+
 @pytest.mark.parametrize("interrupt", [False, True])
 def test_a_worker_that_waits_does_not_take_over_the_work_of_a_lost_one(interrupt):
     sampler = ScheduleSampler(singletons(3), [["0", "1"], ["0", "1", "2"]], seed=0, repeat=True)
@@ -425,9 +453,9 @@ def test_runs_that_cannot_be_are_refused_with_a_remedy():
     run_that_fails("concurrency <= 40.*concurrency=41", synchronization=systems.Asynchronous(concurrency=41))
     run_that_fails("minimum <= 5.*minimum=6.*no round would ever count", synchronization=systems.Synchronous(minimum=6))
     run_that_fails(
-        "deadline >= 1 seconds.*deadline=0.5.*no update would ever arrive", synchronization=systems.Synchronous(deadline=0.5)
+        "deadline >= 1.0 seconds.*deadline=0.5.*no update would ever arrive", synchronization=systems.Synchronous(deadline=0.5)
     )
-    run_that_fails("timeout >= 1 seconds.*timeout=0.5.*every update would be late", policy=systems.Policy(timeout=0.5))
+    run_that_fails("timeout >= 1.0 seconds.*timeout=0.5.*every update would be late", policy=systems.Policy(timeout=0.5))
     run_that_fails("synchronization to be an instance", synchronization="buffered")
     run_that_fails("rounds >= 1", rounds=0)
     run_that_fails("bytes_up >= 0", bytes_up=-1)
@@ -488,8 +516,13 @@ def test_clients_that_do_a_part_of_their_work_may_be_as_fast_as_the_deadline():
     arguments = {"steps": np.full(CLIENTS, 10), "synchronization": systems.Synchronous(deadline=5.0)}
     found = systems.schedule(stragglers, 3, **arguments)
     assert len(found.steps.time) == 3 and found.totals.aggregated >= 3 and found.totals.late > 0
-    with pytest.raises(ValueError, match="deadline >= 10 seconds"):
+    with pytest.raises(ValueError, match="deadline >= 10.0 seconds"):
         systems.schedule(SAMPLER, 3, **arguments)
+    arguments = {"steps": np.full(CLIENTS, 3), "devices": systems.Devices(seconds_per_step=0.1)}
+    with pytest.raises(ValueError, match="deadline >= 0.30000000000000004 seconds, .* got deadline=0.3: "):
+        systems.schedule(SAMPLER, 1, synchronization=systems.Synchronous(deadline=0.3), **arguments)
+    with pytest.raises(ValueError, match="timeout >= 0.30000000000000004 seconds, .* got timeout=0.3: "):
+        systems.schedule(SAMPLER, 1, policy=systems.Policy(timeout=0.3), **arguments)
 
 
 def test_wrong_calls_of_custom_models_are_errors():
@@ -525,8 +558,8 @@ def test_custom_model_with_timer():
 
     found = systems.schedule(SAMPLER, 3, steps=np.full(40, 3), synchronization=Periodic())
     assert found.steps.time.tolist() == [10.0, 20.0, 30.0]
-    # Updates arrive at 3, 6, ..., 30; the timer of second 30 was set before those of second 30 were sent.
-    assert found.steps.updates.tolist() == [12, 12, 12]
+    # Updates arrive at 3, 6, ..., 30, those of second 30 before its timer.
+    assert found.steps.updates.tolist() == [12, 12, 16]
 
 
 def test_the_only_client_that_is_online_is_found():
