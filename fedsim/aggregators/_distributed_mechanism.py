@@ -252,7 +252,7 @@ def unrotate(y: jax.Array, seed: jax.Array) -> jax.Array:
 
 
 def _phases(seed: jax.Array, count: int) -> jax.Array:
-    angles = jax.random.uniform(jax.random.key(seed), (count,), jnp.float32, 0, 2 * math.pi)
+    angles = jax.random.uniform(jax.random.key(seed, impl=rng.IMPLEMENTATION), (count,), jnp.float32, 0, 2 * math.pi)
     return jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
 
 

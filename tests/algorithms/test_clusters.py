@@ -108,6 +108,17 @@ def test_k_means_finds_clusters_from_its_default_start():
     np.testing.assert_allclose(np.sort(np.asarray(state.means), axis=0), np.sort(best, axis=0), atol=1e-3)
 
 
+@pytest.mark.first(1)
+@pytest.mark.parametrize("cls", [algorithms.KMeans, algorithms.GaussianMixture])
+def test_with_x64_the_first_points_are_the_same(cls):
+    algorithm = cls(**settings(batches=fedsim.Batches(size=64)))
+    expected = iterate(algorithm, blobs(), 3).means
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        found = iterate(cls(**settings(batches=fedsim.Batches(size=64))), blobs(), 3).means
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_fewer_distinct_examples_than_clusters():
     population = fedsim.FederatedData.from_arrays({"x": np.ones((4, 3), np.float32)}, sizes=[2, 2])
     state = iterate(algorithms.KMeans(**settings()), population, 5)

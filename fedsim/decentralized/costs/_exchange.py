@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import checks
+from fedsim import checks, rng
 from fedsim.compressors import Compressor
 
 NODES = "nodes"  # the axis of the devices
@@ -145,8 +145,8 @@ def message_bytes(values: int, compressor: Compressor | None = None) -> int:
         return 4 * values
 
     def bits() -> jax.Array:
-        vector = jax.random.normal(jax.random.key(0), (values,))
-        return compressor.transmit(vector, jax.random.key(1), compressor.init(vector)).bits
+        vector = jax.random.normal(rng.root(0), (values,), jnp.float32)
+        return compressor.transmit(vector, rng.root(1), compressor.init(vector)).bits
 
     return -(-int(jax.jit(bits)()) // 8)  # Compiled, so that vectors of a size that is known are never made.
 
