@@ -50,7 +50,7 @@ def shift(key: jax.Array, images: jax.Array, *, most: int | None = None) -> jax.
     n, height = images.shape[:2]
     most = height // 16 if most is None else most
     padded = jnp.pad(images, ((0, 0), (most, most), (most, most), (0, 0)))
-    corners = jax.random.randint(key, (n, 2), 0, 2 * most + 1)
+    corners = jax.random.randint(key, (n, 2), 0, 2 * most + 1, jnp.int32)
     return jax.vmap(lambda image, at: jax.lax.dynamic_slice(image, (*at, 0), images.shape[1:]))(padded, corners)
 
 
@@ -60,7 +60,7 @@ def rotate(key: jax.Array, images: jax.Array, *, most: float = 15.0) -> jax.Arra
     >>> bool(jnp.all(rotate(jax.random.key(0), jnp.ones([3, 8, 8, 1]), most=0.0) == 1))
     True
     """
-    return rotated(images, jax.random.uniform(key, (len(images),), minval=-most, maxval=most))
+    return rotated(images, jax.random.uniform(key, (len(images),), jnp.float32, minval=-most, maxval=most))
 
 
 def cutout(key: jax.Array, images: jax.Array, *, size: int | None = None) -> jax.Array:
@@ -77,7 +77,7 @@ def cutout(key: jax.Array, images: jax.Array, *, size: int | None = None) -> jax
     size = height // 4 if size is None else size
 
     def inside(key: jax.Array, length: int) -> jax.Array:
-        start = jax.random.randint(key, (n, 1), 0, length) - size // 2
+        start = jax.random.randint(key, (n, 1), 0, length, jnp.int32) - size // 2
         place = jnp.arange(length)[None]
         return (place >= start) & (place < start + size)
 
@@ -96,7 +96,7 @@ def noise(key: jax.Array, images: jax.Array, *, sigma: float = 0.1) -> jax.Array
     """
     values = images.astype(jnp.float32)
     scale = sigma * jnp.max(jnp.abs(values), axis=range(1, images.ndim), keepdims=True)
-    return _as(images.dtype, values + scale * jax.random.normal(key, images.shape))
+    return _as(images.dtype, values + scale * jax.random.normal(key, images.shape, jnp.float32))
 
 
 weak = shift

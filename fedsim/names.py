@@ -192,7 +192,7 @@ def make(kind: str, text: str, known: Mapping[str, Callable[..., T]], expected: 
                 f"{', '.join(known)}."
             )
         options["inner"] = make(kind, inner, known, expected)
-    factory = import_factory(kind, name, expected) if ":" in name else look_up(kind, name, known)
+    factory = _factory(kind, name, known, expected)
     check_options(kind, name, factory, options)
     if missing := sorted(required(factory) - set(options)):
         raise ValueError(f"The {kind} {name!r} needs the option {missing[0]}: write {name}({missing[0]}=...).")
@@ -200,6 +200,30 @@ def make(kind: str, text: str, known: Mapping[str, Callable[..., T]], expected: 
     if not isinstance(made, expected):
         raise ValueError(f"The {kind} {name!r} must be a {expected.__name__}, got {type(made).__name__}: return one.")
     return made
+
+
+def seeded(kind: str, text: str, known: Mapping[str, Callable[..., T]], expected: Any, seed: int) -> str:
+    """Returns a text for `make` with the option ``seed``, unless it has one or its factory takes none.
+
+    Args:
+      kind, text, known, expected: see `make`.
+      seed: the seed to add.
+
+    Raises:
+      ValueError: see `make`.
+
+    >>> known = {"drawn": lambda size=3, seed=0: (size, seed), "fixed": lambda size=3: (size,)}
+    >>> [seeded("pair", text, known, tuple, 7) for text in ("drawn", "drawn(size=2)", "drawn(seed=1)", "fixed")]
+    ['drawn(seed=7)', 'drawn(size=2, seed=7)', 'drawn(seed=1)', 'fixed']
+    """
+    name, options = parse_call(text)
+    if "seed" in options or "seed" not in inspect.signature(_factory(kind, name, known, expected)).parameters:
+        return text
+    return f"{name}({', '.join(f'{option}={value!r}' for option, value in (options | {'seed': seed}).items())})"
+
+
+def _factory(kind: str, name: str, known: Mapping[str, Callable[..., T]], expected: Any) -> Callable[..., T]:
+    return import_factory(kind, name, expected) if ":" in name else look_up(kind, name, known)
 
 
 def required(function: Callable[..., Any]) -> set[str]:

@@ -18,7 +18,7 @@ class SendRows(fedsim.Algorithm):
     weight: float = 1.0
 
     def init(self, key):
-        return jnp.zeros([SIZE])
+        return jnp.zeros([SIZE], jnp.float32)
 
     def client_update(self, shared, client):
         def add(total, batch):

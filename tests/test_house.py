@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from affected import PACKAGE, ROOT, component_of, imported_components, modules
 
@@ -470,6 +471,24 @@ def test_everything_public_has_an_executed_example_or_is_listed():
     without = {name for name, definition in PUBLIC.items() if not has_example(definition)}
     assert without - WITHOUT_EXAMPLE == set(), "add a >>> example to these"
     assert WITHOUT_EXAMPLE - without == set(), "these have an example or no longer exist: remove them from the list"
+
+
+def test_random_draws_have_a_dtype():
+    """Without one, a draw has JAX's default dtype, so that other numbers are drawn if x64 is enabled."""
+    positions = {}
+    for name, function in vars(jax.random).items():
+        parameters = list(inspect.signature(function).parameters) if inspect.isfunction(function) else []
+        if {"shape", "dtype"} <= set(parameters):
+            positions[f"jax.random.{name}"] = parameters.index("dtype")
+    assert positions["jax.random.normal"] == 2
+    without = []
+    for path in modules():
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)) if "jax.random." in source else ():
+            place = positions.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
+            if place is not None and len(node.args) <= place and all(each.arg != "dtype" for each in node.keywords):
+                without.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert without == [], "give these a dtype, such as jnp.float32"
 
 
 def test_no_example_is_skipped():

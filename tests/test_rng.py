@@ -10,6 +10,9 @@ from scipy import stats
 
 import fedsim
 from fedsim import rng
+from fedsim.aggregators._distributed_mechanism import rotate
+from fedsim.compressors import MagnitudePruning, PowerSGD
+from fedsim.decentralized import costs
 
 SIZES = sorted({*range(1, 301), *(2**k + d for k in range(2, 15) for d in (-1, 0, 1))})
 
@@ -172,6 +175,20 @@ def test_root_of_a_tracer_raises_the_error_of_jax():
 def test_draws_do_not_depend_on_the_default_implementation_of_jax():
     with jax.default_prng_impl("rbg"):
         assert bool(rng.root(5) == jax.random.key(5, impl="threefry2x32"))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: PowerSGD(rank=1).init(jnp.zeros((3, 4))),
+        lambda: rotate(jnp.arange(4.0), jnp.uint32(3)),
+        lambda: jnp.float32(costs.message_bytes(100, MagnitudePruning(threshold=1.0))),
+    ],
+)
+def test_draws_with_a_fixed_seed_do_not_depend_on_the_implementation_of_keys(draw):
+    expected = draw()
+    with jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(draw(), expected)
 
 
 def test_keys_whose_draws_depend_on_their_neighbours_are_refused():

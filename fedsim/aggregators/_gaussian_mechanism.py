@@ -148,7 +148,7 @@ class GaussianMechanism(SumAggregator):
         sent = super().send(update, server_memory, memory, key)
         if not isinstance(self.clip, AdaptiveClip):
             return sent._replace(update=tree.clip(wide, self.clip))
-        shortness = jnp.where(tree.squared_norm(wide) <= jnp.square(server_memory), 0.5, -0.5)
+        shortness = jnp.where(tree.squared_norm(wide) <= jnp.square(server_memory), jnp.float32(0.5), jnp.float32(-0.5))
         bits = tree.add_bits(sent.bits, 1, most=tree.num_bits(update) + 1)
         message = WithShortness(tree.clip(wide, server_memory), shortness)
         return sent._replace(update=message, bits=bits, entropy_bits=sent.entropy_bits + 1)
@@ -176,6 +176,6 @@ class GaussianMechanism(SumAggregator):
             return noised, memory
         # Without noise on the sum, there is none on the count.
         deviation = jnp.where(self.noise_multiplier == 0, 0, self.count_noise)
-        count = accumulator.shortness + deviation * jax.random.normal(rng.stream(key, "count"))
+        count = accumulator.shortness + deviation * jax.random.normal(rng.stream(key, "count"), (), jnp.float32)
         fraction = count / self.denominator + 0.5
         return noised, memory * jnp.exp(-self.clip.learning_rate * (fraction - self.clip.quantile))

@@ -113,7 +113,7 @@ class Clusters(Algorithm):
 
         none = StatisticsAndCandidate(tree.Total.of(self.no_moments()), Candidate.none(self.num_features))
         (moments, candidate), share = over_examples(client, self.batches, add, none)
-        return ClientUpdate(StatisticsAndCandidate(tree.scale(moments.value(), share), candidate), jnp.float32(1))
+        return ClientUpdate(StatisticsAndCandidate(tree.scale(moments.value(), share), candidate.times(share)), jnp.float32(1))
 
     def server_update(self, state: Any, update: StatisticsAndCandidate, info: RoundInfo) -> Any:
         def place() -> Any:

@@ -212,7 +212,7 @@ class FedMatch(FedAvg):
 
         def predictions() -> jax.Array:
             key = rng.stream(jax.random.key(shared.server_seed, impl=rng.IMPLEMENTATION), "probe")
-            noise = (jax.random.truncated_normal(key, -1, 1, (1, *_shape(self))) + 1) / 2
+            noise = (jax.random.truncated_normal(key, -1, 1, (1, *_shape(self)), jnp.float32) + 1) / 2
             params = shared.params._replace(psi=psi).whole()
             examples: dict[str, Any] = {**self.model.dummy_examples(1), self.augmented: noise}
             return jax.nn.softmax(self.model.apply_for_eval(params, examples)[0])

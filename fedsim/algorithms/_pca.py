@@ -95,8 +95,10 @@ class PCA(Statistics):
         check_num_features(self.num_features, self.feature, data)
 
     def init(self, key: jax.Array) -> PCAState:
-        draw = jax.random.normal(rng.stream(key, "components"), (self.num_features, self.num_components))
-        return PCAState(jnp.zeros(self.num_features), jnp.linalg.qr(draw)[0], jnp.zeros(self.num_components))
+        draw = jax.random.normal(rng.stream(key, "components"), (self.num_features, self.num_components), jnp.float32)
+        return PCAState(
+            jnp.zeros(self.num_features, jnp.float32), jnp.linalg.qr(draw)[0], jnp.zeros(self.num_components, jnp.float32)
+        )
 
     def zero_statistics(self, shared: PCAState) -> Products:
         return Products(jnp.float32(0), jnp.zeros_like(shared.mean), jnp.zeros_like(shared.components))

@@ -33,6 +33,11 @@ class Candidate(NamedTuple):
         """Returns a placeholder with a lower priority than any example."""
         return cls(jnp.float32(_LOWEST), jnp.zeros(features, jnp.float32))
 
+    def times(self, share: jax.Array) -> Candidate:
+        """Returns the candidate of ``share`` times as many examples: the maximum of m Gumbel variables is one plus log(m)."""
+        priority = jnp.where(self.priority > _LOWEST, self.priority + jnp.log(share), self.priority)
+        return self._replace(priority=priority)
+
     def or_higher(self, other: Candidate) -> Candidate:
         """Returns the candidate with the higher priority."""
         return tree.select(other.priority > self.priority, other, self)
@@ -54,7 +59,7 @@ def draw_candidate(points: jax.Array, num_started: jax.Array, x: jax.Array, mask
     there = jnp.arange(len(points)) < num_started
     nearest = jnp.min(squared_distances(x, points), axis=1, where=there, initial=jnp.inf)
     weight = jnp.where(num_started == 0, 1.0, nearest)
-    priorities = jnp.where(weight > 0, jnp.log(weight), _LOWEST) + jax.random.gumbel(key, weight.shape)
+    priorities = jnp.where(weight > 0, jnp.log(weight), _LOWEST) + jax.random.gumbel(key, weight.shape, jnp.float32)
     priorities = jnp.where(mask & (weight > 0), priorities, _LOWEST)
     best = jnp.argmax(priorities)
     return Candidate(priorities[best], x[best])

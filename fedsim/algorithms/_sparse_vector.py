@@ -27,8 +27,8 @@ def above_noisy_threshold(
     of_threshold, of_test, of_value, of_order = jax.random.split(key, 4)
     selection_scale, release_scale = (2 * count * 2 * clip / (part * epsilon) for part in (8 / 9, 2 / 9))
     # Every selected value gets a new threshold. After the last one the threshold is infinite.
-    thresholds = jnp.append(threshold + selection_scale * jax.random.laplace(of_threshold, (count,)), jnp.inf)
-    tests = jnp.abs(values) + 2 * selection_scale * jax.random.laplace(of_test, values.shape)
+    thresholds = jnp.append(threshold + selection_scale * jax.random.laplace(of_threshold, (count,), jnp.float32), jnp.inf)
+    tests = jnp.abs(values) + 2 * selection_scale * jax.random.laplace(of_test, values.shape, jnp.float32)
     order = jax.random.permutation(of_order, values.size)
 
     def test_value(count_selected: jax.Array, test: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -36,5 +36,5 @@ def above_noisy_threshold(
         return count_selected + passes.astype(jnp.int32), passes
 
     _, passes = jax.lax.scan(test_value, jnp.int32(0), tests[order])
-    noisy = jnp.clip(values + release_scale * jax.random.laplace(of_value, values.shape), -clip, clip)
+    noisy = jnp.clip(values + release_scale * jax.random.laplace(of_value, values.shape, jnp.float32), -clip, clip)
     return noisy, jnp.zeros(values.size, bool).at[order].set(passes, unique_indices=True)

@@ -110,7 +110,7 @@ class PixelBackdoor(Attack):
         stamped = self.stamp(batch.examples)
         if self.fraction == 1:
             return stamped
-        chosen = jax.random.bernoulli(rng.stream(batch.key, "backdoor"), self.fraction, batch.mask.shape)
+        chosen = jax.random.bernoulli(rng.stream(batch.key, "backdoor"), jnp.float32(self.fraction), batch.mask.shape)
 
         def mix(stamped: jax.Array, clean: jax.Array) -> jax.Array:
             return jnp.where(tree.per_row(chosen, clean), stamped, clean)

@@ -61,8 +61,7 @@ class PowerSGD(Compressor):
     def init_tensor(self, tensor: jax.ShapeDtypeStruct) -> Memory:
         if not self._is_factored(tensor.shape):
             return ()
-        key = rng.stream(jax.random.key(0, impl=rng.IMPLEMENTATION), "power iteration")
-        return jax.random.normal(key, (tensor.shape[-1], self.rank), jnp.float32)
+        return jax.random.normal(rng.stream(rng.root(0), "power iteration"), (tensor.shape[-1], self.rank), jnp.float32)
 
     def encode_tensor(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
         if not self._is_factored(x.shape):

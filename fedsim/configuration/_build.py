@@ -18,7 +18,7 @@ from fedsim import aggregators, algorithms, attacks, compressors, datasets, mode
 from fedsim.algorithm import Algorithm
 from fedsim.compressors import Compressor
 from fedsim.configuration._client_optimizer import client_optimizer as make_client_optimizer
-from fedsim.configuration._config import RunConfig, Settings, options_of_samplers, options_that_build
+from fedsim.configuration._config import RunConfig, Settings, options_of_samplers, options_that_build, topology_with_seed
 from fedsim.configuration._scheduled import following, prepared, scheduled
 from fedsim.configuration._validation import with_validation
 from fedsim.data import Batches, FederatedData, population_identity
@@ -426,7 +426,8 @@ def _graph(cls: type[Algorithm], config: RunConfig, nodes: int | None) -> dict[s
     from fedsim import decentralized  # imports SciPy and networkx, which other runs need not wait for
 
     default: Any = getattr(cls, "default_topology", "ring")
-    topology = make("topology", config.topology or default, decentralized.TOPOLOGIES, decentralized.Topology, nodes=nodes)
+    text = config.drawn_topology or topology_with_seed(default, config.seed)
+    topology = make("topology", text, decentralized.TOPOLOGIES, decentralized.Topology, nodes=nodes)
     robust = config.robust_mixing and make(
         "robust mixing", config.robust_mixing, decentralized.ROBUST_MIXING, decentralized.RobustMixing
     )

@@ -14,7 +14,7 @@ from fedsim.configuration._validation import validation_fraction
 from fedsim.data import Batches
 from fedsim.datasets import with_hash, with_seed
 from fedsim.execution import Auto, Debug, Execution, Jit, Pmap, Sharded
-from fedsim.names import did_you_mean, look_up, parse_call
+from fedsim.names import did_you_mean, look_up, parse_call, seeded
 from fedsim.pinned_files import pinned
 from fedsim.saved_arrays import newest_checkpoint
 
@@ -374,7 +374,8 @@ class RunConfig:
     seed: int = _option(
         0,
         "training",
-        "Seed of all random draws, also of the dataset's partition unless that has a seed: 'digits(seed=3)'.",
+        "Seed of all random draws, also of the dataset's partition and of a random topology unless these have a seed: "
+        "'digits(seed=3)'.",
         of_sampler=True,
     )
     client_optimizer: str | None = _option(
@@ -519,6 +520,15 @@ class RunConfig:
         ('digits(seed=1)', 'digits(seed=3)')
         """
         return with_seed(self.dataset, self.seed)
+
+    @functools.cached_property
+    def drawn_topology(self) -> str | None:
+        """The topology with the seed with which it is drawn, if it has an option ``seed``; None: that of the algorithm.
+
+        >>> RunConfig(topology="random_regular(degree=4)", seed=1).drawn_topology, RunConfig(topology="ring").drawn_topology
+        ('random_regular(degree=4, seed=1)', 'ring')
+        """
+        return self.topology and topology_with_seed(self.topology, self.seed)
 
     @property
     def clock_options(self) -> list[str]:
@@ -704,6 +714,17 @@ def fields_that_name(what: Literal["code", "file"]) -> list[str]:
     """
     fields = [*dataclasses.fields(RunConfig), *dataclasses.fields(Settings)]
     return [field.name for field in fields if field.metadata.get("names") == what]
+
+
+def topology_with_seed(topology: str, seed: int) -> str:
+    """Returns the text of a topology with its seed, unless it has one already or is not random.
+
+    >>> topology_with_seed("erdos_renyi", 3), topology_with_seed("erdos_renyi(seed=1)", 3)
+    ('erdos_renyi(seed=3)', 'erdos_renyi(seed=1)')
+    """
+    from fedsim import decentralized  # imports SciPy and networkx, which other runs need not wait for
+
+    return seeded("topology", topology, decentralized.TOPOLOGIES, decentralized.Topology, seed)
 
 
 def options_that_build(field: str) -> list[str]:

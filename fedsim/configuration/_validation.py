@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fedsim import checks
+from fedsim import checks, rng
 from fedsim.datasets import FederatedSplits
 from fedsim.names import parse_call
 from fedsim.partitioners import held_out_clients, split_within_clients
@@ -56,6 +56,8 @@ def with_validation(splits: FederatedSplits, validation: str | None, seed: int) 
         )
     fraction, of_clients = validation_fraction(validation)
     data = splits.train
+    # The test data may have been set apart with this seed. Another key makes the draws independent.
+    key = rng.stream(rng.root(seed), "validation")
     if of_clients:
         count = round(fraction * data.num_clients)
         if not 1 <= count < data.num_clients:
@@ -63,11 +65,11 @@ def with_validation(splits: FederatedSplits, validation: str | None, seed: int) 
                 f"validation={validation!r} sets {count} of {data.num_clients} clients apart: give a fraction that leaves at "
                 "least one client for validation and one for training."
             )
-        train, apart = held_out_clients(data, clients=count, seed=seed)
+        train, apart = held_out_clients(data, clients=count, seed=key)
     else:
         # Both parts have the shares of labels of the client, if there is one label per example.
         labels = "y" if "y" in data.columns and data.columns["y"].ndim == 1 and data.columns["y"].dtype.kind in "iub" else None
-        parts = split_within_clients(data, {"train": 1 - fraction, "validation": fraction}, seed=seed, labels=labels)
+        parts = split_within_clients(data, {"train": 1 - fraction, "validation": fraction}, seed=key, labels=labels)
         train, apart = parts["train"], parts["validation"]
         if not apart.num_examples:
             raise ValueError(

@@ -85,12 +85,12 @@ class ADPSGD(DecentralizedAlgorithm):
         degrees = np.array(list(map(len, neighbours)), np.int32)
         key, loss_key = (rng.round_key(clients.key, state.round, purpose) for purpose in ("exchange", "losses"))
         succeeds = (1 - self.message_loss) ** 2 * (1 - self.link_failures)
-        averaged = jax.random.uniform(loss_key, jnp.shape(clients.plan.client)) < succeeds
+        averaged = jax.random.uniform(loss_key, jnp.shape(clients.plan.client), jnp.float32) < succeeds
 
         def finish(slot: jax.Array, models_and_memory: tuple[Params, Params]) -> tuple[Params, Params]:
             models, memory = models_and_memory
             node = jnp.asarray(clients.plan.client)[slot]
-            place = jax.random.randint(jax.random.fold_in(key, slot), (), 0, jnp.asarray(degrees)[node])
+            place = jax.random.randint(jax.random.fold_in(key, slot), (), 0, jnp.asarray(degrees)[node], jnp.int32)
             other = jnp.asarray(table)[node, place]
             other = jnp.where(averaged[slot], other, node)
             mean = jax.tree.map(lambda x: (x[node] + x[other]) / 2, models)

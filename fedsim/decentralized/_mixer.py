@@ -224,9 +224,9 @@ class MessageLoss(NamedTuple):
     def lost(self, links: jax.Array) -> jax.Array:
         """Returns whether each message is lost, ``bool`` like the numbers of links, which are 0 for own values."""
         of_links, of_messages = jax.random.split(self.key)
-        uniform = jax.vmap(lambda link: jax.random.uniform(jax.random.fold_in(of_links, link)))(links.ravel())
+        uniform = jax.vmap(lambda link: jax.random.uniform(jax.random.fold_in(of_links, link), (), jnp.float32))(links.ravel())
         fails = uniform.reshape(links.shape) < self.links
-        return (links > 0) & (fails | (jax.random.uniform(of_messages, links.shape) < self.messages))
+        return (links > 0) & (fails | (jax.random.uniform(of_messages, links.shape, jnp.float32) < self.messages))
 
 
 def numbered_links(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:

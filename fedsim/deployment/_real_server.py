@@ -103,7 +103,7 @@ class RealServer(Server):
             if number not in state["outbox"] and number not in at_hand:
                 self._over(number, arrived=False)
 
-    def _send(self, client: int, round: int, steps: int) -> None:
+    def _send(self, client: int, round: int, steps: int, ahead: int = 0) -> None:
         if self._once and client in self._sending:
             raise ValueError(
                 "The synchronization model has dispatched a client whose last update is not aggregated, and these clients keep "
@@ -112,7 +112,7 @@ class RealServer(Server):
         number = self._dispatched
         self._dispatched += 1
         dispatch = Dispatch(
-            number, client, round, self.version, self.now, math.inf, math.inf, True, steps, 1, 1, 0, 0, math.inf
+            number, client, round, self.version, self.now, math.inf, math.inf, True, steps, 1, 1, 0, 0, math.inf, ahead
         )
         self._busy_until[client] = math.inf
         self._sending.add(client)

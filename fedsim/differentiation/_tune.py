@@ -111,7 +111,7 @@ def tune(
       steps: number of runs.
       optimizer: an optax transformation; default ``optax.adam(0.3)``, which changes each positive number by a factor of at most
         about 1.35 per step.
-      seed: of the initial state.
+      seed: of the initial state, which is ``init`` of the root key of this seed.
       straight_through: see `fedsim.differentiable`.
 
     Raises:
@@ -150,7 +150,7 @@ def tune(
     def run(at: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the objective, and how many updates were not finite."""
         algorithm = differentiable(make_algorithm(**numbers_at(at)), straight_through=straight_through)
-        state, info = algorithm.apply_rounds(algorithm.init(jax.random.key(seed, impl=rng.IMPLEMENTATION)), cohorts)
+        state, info = algorithm.apply_rounds(algorithm.init(rng.root(seed)), cohorts)
         return objective(state), jnp.sum(info.num_dropped) if isinstance(info, RoundInfo) else jnp.int32(0)
 
     at = {name: jnp.float32(math.log(value) if name in positive else value) for name, value in start.items()}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, get_args
 
-from fedsim.configuration import How, RunConfig, Settings, Value
+from fedsim.configuration import How, RunConfig, Settings, Value, topology_with_seed
 from fedsim.data import FormatError
 from fedsim.datasets import with_seed
 from fedsim.durable_files import is_full, writing
@@ -160,18 +160,20 @@ class RunFolder:
         if not self.config.exists() or not last or (last < config.rounds and not is_stopped):
             return False
         stored = read_config(self.path)
-        # Earlier versions did not record the seed of the dataset, which was 0.
-        drawn = stored.get("population", {}).get("dataset") or with_seed(config.dataset, 0)
-        if (stored["config"], drawn) != (json.loads(json.dumps(dataclasses.asdict(config))), config.drawn_dataset):
+        # Earlier versions did not record the seeds of the dataset and the topology, which were 0.
+        drawn = _drawn_with_0(config.dataset, config.topology) | stored.get("population", {})
+        own = json.loads(json.dumps(dataclasses.asdict(config)))
+        if (stored["config"], drawn["dataset"], drawn["topology"]) != (own, config.drawn_dataset, config.drawn_topology):
             return False  # The run then raises an error that names the differences.
         saved = not Checkpoints.available() or last in Checkpoints(self.checkpoints).rounds()
         return saved and ((self.path / "learning_curve.png").exists() or importlib.util.find_spec("matplotlib") is None)
 
     def _compare(self, run: Mapping[str, Any], stored: Mapping[str, Any], code: Mapping[str, str]) -> None:
         """Raises ``ValueError`` if the folder holds another run; deletes the checkpoints of a run without a finished round."""
-        if "population" in stored and "dataset" in run["population"]:
-            # Earlier versions drew a dataset whose seed is not given with seed 0 and did not record it.
-            stored["population"].setdefault("dataset", with_seed(run["config"]["dataset"], 0))
+        if "population" in stored and (names := run["population"].keys() & {"dataset", "topology"}):
+            # Earlier versions drew a dataset or a topology whose seed is not given with seed 0 and did not record it.
+            before = _drawn_with_0(run["config"]["dataset"], run["config"]["topology"])
+            stored["population"] = {name: before[name] for name in names} | stored["population"]
         new, old = _entries(run), _entries(stored)
         # An earlier version of fedsim did not record all that identifies a population.
         added = new.keys() - old.keys() if "population" in stored else set()
@@ -370,6 +372,10 @@ def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     ]
     names = [name for name, value in flat[0].items() if flat[1].get(name) != value]
     return ", ".join(f"{name} {flat[0][name]} (now {flat[1].get(name)})" for name in names)
+
+
+def _drawn_with_0(dataset: str, topology: str | None) -> dict[str, str | None]:
+    return {"dataset": with_seed(dataset, 0), "topology": topology and topology_with_seed(topology, 0)}
 
 
 def _entries(run: Mapping[str, Any]) -> dict[str, Any]:

@@ -316,9 +316,11 @@ class Run(Rounds):
 
 
 def _drawn(config: Any) -> dict[str, str]:
-    """Returns the dataset with the seed with which it was drawn, if this seed is not a part of the configuration's text."""
-    drawn = config.drawn_dataset if isinstance(config, RunConfig) else None
-    return {} if drawn is None or drawn == config.dataset else {"dataset": drawn}
+    """Returns the dataset and the topology as they were drawn, if the seed is not a part of the configuration."""
+    if not isinstance(config, RunConfig):
+        return {}
+    drawn = {"dataset": (config.drawn_dataset, config.dataset), "topology": (config.drawn_topology, config.topology)}
+    return {name: text for name, (text, given) in drawn.items() if text is not None and text != given}
 
 
 def newest_state(algorithm: Algorithm, first: Cohort, checkpoints: Checkpoints | None, **options: Any) -> tuple[State, int]:

@@ -35,9 +35,9 @@ def random_crop_and_flip(key: jax.Array, images: jax.Array, size: int) -> jax.Ar
     _check(images, size)
     n, height, width, _ = images.shape
     rows_key, columns_key, flip_key = jax.random.split(key, 3)
-    top = jax.random.randint(rows_key, (n,), 0, height - size + 1)
-    left = jax.random.randint(columns_key, (n,), 0, width - size + 1)
-    flip = jax.random.bernoulli(flip_key, shape=(n, 1, 1, 1))
+    top = jax.random.randint(rows_key, (n,), 0, height - size + 1, jnp.int32)
+    left = jax.random.randint(columns_key, (n,), 0, width - size + 1, jnp.int32)
+    flip = jax.random.bernoulli(flip_key, jnp.float32(0.5), (n, 1, 1, 1))
     window = (size, size, images.shape[3])
     crops = jax.vmap(lambda image, i, j: jax.lax.dynamic_slice(image, (i, j, 0), window))(images, top, left)
     return jnp.where(flip, crops[:, :, ::-1], crops)

@@ -37,7 +37,8 @@ def dirichlet(
       seed: the same seed gives the same partition.
       min_size: smallest number of examples of a client.
       capped: if true, a client that already holds at least n / clients examples gets no examples of further classes, as in
-        FedLab and NIID-Bench. Classes are divided in ascending order. Sizes vary less then.
+        FedLab and NIID-Bench. Classes are divided in ascending order. Sizes vary less then. As in their code, the last client
+        may nevertheless get one example of such a class, because cumulative sums of shares are rounded.
 
     Returns:
       One sorted ``int64`` index array per client.

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import operator
 
+import jax
 import numpy as np
 
 from fedsim import rng
 from fedsim.data import FederatedData
 
 
-def held_out_clients(data: FederatedData, *, clients: int, seed: int) -> tuple[FederatedData, FederatedData]:
+def held_out_clients(data: FederatedData, *, clients: int, seed: int | jax.Array) -> tuple[FederatedData, FederatedData]:
     """Divides a population by client into clients for training and clients that are held out.
 
     Applied to the train and the test examples of the same clients, the same seed holds out the same clients of both.
@@ -22,7 +23,7 @@ def held_out_clients(data: FederatedData, *, clients: int, seed: int) -> tuple[F
     Args:
       data: the population; its rows are copied.
       clients: number of clients to hold out.
-      seed: the same seed gives the same division.
+      seed: the same seed, or key, gives the same division.
 
     Returns:
       ``(training, held_out)``, each in the population's order.

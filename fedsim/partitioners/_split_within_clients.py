@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from fedsim import checks, rng
@@ -13,7 +14,7 @@ from fedsim.data import FederatedData, TextColumn
 
 
 def split_within_clients(
-    data: FederatedData, fractions: Mapping[str, float], *, seed: int, labels: str | None = "y"
+    data: FederatedData, fractions: Mapping[str, float], *, seed: int | jax.Array, labels: str | None = "y"
 ) -> dict[str, FederatedData]:
     """Divides every client's own examples into splits, for example 70 % for training and 30 % for test.
 
@@ -28,7 +29,7 @@ def split_within_clients(
     Args:
       data: the population; its rows are copied.
       fractions: name of each split to its fraction of the examples; positive, with the sum 1.
-      seed: the same seed gives the same splits.
+      seed: the same seed, or key, gives the same splits.
       labels: name of the column that holds the labels ``[rows]``, whole numbers or names. None cuts at random.
 
     Returns:

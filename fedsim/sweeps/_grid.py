@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import operator
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,13 +53,19 @@ def listed_settings(settings: Mapping[str, Sequence[Any]] | Sequence[Setting]) -
 def listed_seeds(seeds: int | Sequence[int], first: int = 0) -> list[int]:
     """Returns the seeds; a number n means n seeds from ``first`` on.
 
+    Raises:
+      ValueError: a seed is no whole number or occurs twice, or there is none.
+
     >>> listed_seeds(3), listed_seeds([7, 1])
     ([0, 1, 2], [7, 1])
     """
     if not isinstance(seeds, Sequence | np.ndarray | range):
         checks.whole(1, seeds=seeds, remedy="give a number of seeds, or a sequence of seeds")
         return list(range(first, first + int(seeds)))
-    listed = [int(seed) for seed in seeds]
+    try:
+        listed = [operator.index(seed) for seed in seeds]
+    except TypeError:
+        raise ValueError(f"Expected whole numbers as seeds, got seeds={list(seeds)}: give ints, such as [0, 1].") from None
     if not listed or len(set(listed)) < len(listed):
         raise ValueError(f"Expected different seeds, at least one, got seeds={list(seeds)}: give every seed once.")
     return listed

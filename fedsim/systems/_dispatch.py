@@ -51,7 +51,8 @@ class Dispatch(NamedTuple):
     Attributes:
       number: the number of the dispatch in the run, from 0. What its device and faults draw depends on it.
       client: the client, a position in the population.
-      round: the round of the sampler that selected the client. (round, client) determines the keys of its training.
+      round: the round of the sampler that selected the client, or one that the synchronization model gave. (round, client)
+        determines the keys of its training.
       version: the version of the model that it starts from: the number of server steps at ``start``.
       start: when the server sent the model, in seconds.
       stop: when the update arrives, or when it is certain that none will.
@@ -61,6 +62,8 @@ class Dispatch(NamedTuple):
       downloads, uploads: how many messages are sent, including those that are repeated or doubled.
       lost, doubled: how many of them are lost, and how many are second copies.
       copy: when a second copy of the update arrives; infinity if none does.
+      ahead: how much larger ``round`` is than the round that the synchronization model gave, because the client had trained in
+        that round before.
     """
 
     number: int
@@ -77,6 +80,12 @@ class Dispatch(NamedTuple):
     lost: int
     doubled: int
     copy: float
+    ahead: int = 0
+
+    @property
+    def clock(self) -> int:
+        """The round that the synchronization model gave."""
+        return self.round - self.ahead
 
 
 class Clients:

@@ -100,6 +100,8 @@ class Server:
         self.now, self.version = self._down.end(0.0), 0
         self.buffer: list[Dispatch] = []
         self.in_flight: dict[int, Dispatch] = {}
+        # Of clients that have trained in rounds that the synchronization model gave: the next round, of which no key was used.
+        self._next_round: dict[int, int] = {}
         self.waiting: list[int | None] = []
         self.reserved: set[int] = set()
         self.memory: dict[str, Any] = {}
@@ -140,7 +142,8 @@ class Server:
 
         Args:
           count: the number of clients.
-          round: the round that determines the keys of the training; None: that of the cohort.
+          round: the round that determines the keys of the training; None: that of the cohort. A client that was sent a model
+            with this round or a later one gets the round after its last one, so that it uses no key twice.
         """
         self.waiting.extend([round] * count)
         self._fill()
@@ -167,8 +170,11 @@ class Server:
             model.begin(self)
 
     def dispatch_to(self, client: int, round: int) -> None:
-        """Sends the current model to a given client, which receives it as soon as it is online and has ended earlier work."""
-        self._send(client, round, int(self._steps[client]))
+        """Sends the current model to a given client, which receives it as soon as it is online and has ended earlier work.
+
+        ``round`` is that of `dispatch`.
+        """
+        self._send_in(round, client, int(self._steps[client]))
 
     def aggregate(
         self,
@@ -287,7 +293,8 @@ class Server:
             "late": list(self._late),
             "waiting": list(self.waiting),
             "reserved": sorted(self.reserved),
-            "events": [list(event) for event in self._events],
+            "next_round": [[client, round] for client, round in self._next_round.items()],
+            "events": [[time, cause, kind, payload] for time, _, cause, kind, payload in self._events],
             "busy_until": [[client, until] for client, until in self._busy_until.items() if until > self.now],
             "selection": [self._selection.round, self._selection.position],
             "counts": [dict(self._records.counts), dict(self._records.before)],
@@ -303,8 +310,8 @@ class Server:
         self.buffer = [Dispatch(*row) for row in state["buffer"]]
         self.waiting, self.memory = list(state["waiting"]), copy.deepcopy(state["memory"])
         self.reserved, self._late = set(state["reserved"]), list(state.get("late", []))
-        self._events = [tuple(event) for event in state["events"]]
-        self._busy_until = dict(state["busy_until"])
+        self._events = [(time, kind == "timer", cause, kind, payload) for time, cause, kind, payload in state["events"]]
+        self._busy_until, self._next_round = dict(state["busy_until"]), dict(state.get("next_round", []))
         dispatches = [*self.in_flight.values(), *self._given_up.values(), *self.buffer]
         self._sending = {dispatch.client for dispatch in dispatches if dispatch.arrives}
         self._selection.go_to(*state["selection"])
@@ -320,7 +327,7 @@ class Server:
         (update,) = (each for each in self.buffer if each.number == number)
         self.buffer.remove(update)
         self.buffer.append(update)
-        self.waiting.remove(update.round if update.round in self.waiting else self.waiting[0])
+        self.waiting.remove(update.clock if update.clock in self.waiting else self.waiting[0])
         model.received(self, update)
         self._fill()
 
@@ -342,7 +349,13 @@ class Server:
         heapq.heappush(self._events, (max(self.now, self._down.end(time)), kind == "timer", self._caused, kind, payload))
         self._caused += 1
 
-    def _send(self, client: int, round: int, steps: int) -> None:
+    def _send_in(self, given: int, client: int, steps: int) -> None:
+        """Sends in the round that the synchronization model gave, or in the first one after it whose keys are not used."""
+        round = max(given, self._next_round.get(client, 0))
+        self._next_round[client] = round + 1
+        self._send(client, round, steps, round - given)
+
+    def _send(self, client: int, round: int, steps: int, ahead: int = 0) -> None:
         number = self._dispatched
         self._dispatched += 1
         start = max(self.now, self._busy_until.get(client, self.now))
@@ -350,6 +363,7 @@ class Server:
             dispatch = Dispatch(number, client, round, self.version, self.now, self.now, start, False, 0, 1, 0, 1, 0, math.inf)
         else:
             dispatch = self._clients.dispatch(number, client, round, self.version, start, steps)
+        dispatch = dispatch._replace(ahead=ahead)
         self._busy_until[client] = dispatch.free
         if dispatch.arrives:
             self._sending.add(client)
@@ -377,7 +391,10 @@ class Server:
                 return
             client, round, steps = found
             given = self.waiting.pop(0)
-            self._send(client, round if given is None else given, steps)
+            if given is None:
+                self._send(client, round, steps)
+            else:
+                self._send_in(given, client, steps)
 
     def _next_available(self) -> tuple[int, int, int] | None:
         """Returns the next available client of the cohorts, its round and its steps; None if none is found."""

@@ -109,7 +109,7 @@ class StaleSynchronous(Synchronization):
     The workers are the sampler's first cohort. A worker that has done c local rounds goes on as soon as the slowest has done at
     least c - bound. Whenever a worker is about to start, the server aggregates what it has received since its last step, so
     every update counts as soon as any worker can see it. A worker that is lost is replaced by the next available client of the
-    sampler that is no worker, which repeats its local round.
+    sampler that is no worker, which repeats its local round, with random keys that this client has not used before.
 
     Attributes:
       bound: s, at least 0. With 0, all workers start together: the server steps are synchronous rounds of the same clients.
@@ -137,18 +137,18 @@ class StaleSynchronous(Synchronization):
 
     def received(self, server: Server, update: Dispatch) -> None:
         """Starts the worker, and those that waited for it, if the bounds allow it."""
-        # A worker's clock is the number of its next local round, which is the round of the dispatch.
-        server.memory["blocked"].append([update.round + 1, update.client])
+        # A worker's clock is the number of its next local round, which is the round that was given for the dispatch.
+        server.memory["blocked"].append([update.clock + 1, update.client])
         self._start_workers(server)
 
     def lost(self, server: Server, dispatch: Dispatch) -> None:
         """Lets another client take over the worker's local round, from the current version."""
-        server.dispatch(1, round=dispatch.round)
+        server.dispatch(1, round=dispatch.clock)
         self._start_workers(server)
 
     def _start_workers(self, server: Server) -> None:
         blocked = server.memory["blocked"]
-        working = [dispatch.round for dispatch in server.in_flight.values()] + [int(r or 0) for r in server.waiting]
+        working = [dispatch.clock for dispatch in server.in_flight.values()] + [int(r or 0) for r in server.waiting]
         slowest = min(working + [clock for clock, _ in blocked])
         oldest = min((dispatch.version for dispatch in server.in_flight.values()), default=math.inf)
         may_step = self.versions is None or server.version + 1 - oldest <= self.versions

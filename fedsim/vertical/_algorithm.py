@@ -191,7 +191,7 @@ class VerticalAlgorithm:
 
     def _present(self, key: jax.Array) -> dict[str, jax.Array]:
         def draw(party: str) -> jax.Array:
-            return jax.random.uniform(rng.stream(rng.stream(key, "missing"), party)) >= self.missing
+            return jax.random.uniform(rng.stream(rng.stream(key, "missing"), party), (), jnp.float32) >= self.missing
 
         return {party: draw(party) for party in self.model.passive}
 

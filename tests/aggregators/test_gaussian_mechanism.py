@@ -36,6 +36,15 @@ def test_without_noise_it_is_the_papers_algorithm_in_numpy():
     np.testing.assert_allclose(state.aggregator["update"], norms[-1], rtol=1e-5)
 
 
+def test_with_x64_the_norm_is_the_same():
+    algorithm, data = send_rows(GaussianMechanism(1.0, clip=AdaptiveClip(), denominator=2)), population([0.3, -1.0, 4.0])
+    expected = rounds_of(algorithm, data, 2)[0].aggregator["update"]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        found = rounds_of(algorithm, data, 2)[0].aggregator["update"]
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_the_norm_converges_to_the_quantile_of_the_norms():
     """With 101 norms from 1 to 2, the quantile 0.3 lies at 1.3; the noise on the count is small."""
     clip = AdaptiveClip(quantile=0.3, learning_rate=0.5, count_noise=0.51)

@@ -101,11 +101,31 @@ def test_initial_means_are_examples_drawn_in_proportion_to_their_squared_distanc
     assert abs(np.mean(at_zero[:, 1] == 3) - 0.5) > 0.3
 
 
+def test_an_example_that_is_read_more_often_is_no_likelier_to_be_the_first_mean():
+    """Both clients read 50 examples: one its only example 50 times, the other each of nine about six times."""
+    population = fedsim.FederatedData.from_arrays({"x": np.array([[0.0], *[[1.0]] * 9], np.float32)}, sizes=[1, 9])
+    algorithm = algorithms.KMeans(num_features=1, num_clusters=1, batches=fedsim.Batches(size=10, steps=5))
+    runs, chance = 60, 0.1
+    observed = np.mean([float(iterate(algorithm, population, 1, seed=seed).means[0, 0]) == 0 for seed in range(runs)])
+    assert 0 < observed < chance + 4 * np.sqrt(chance * (1 - chance) / runs)
+
+
 def test_k_means_finds_clusters_from_its_default_start():
     state = iterate(algorithms.KMeans(**settings()), blobs(), 30, seed=2)
     assert int(state.num_started) == 3
     best = sklearn.cluster.KMeans(3, n_init=10, random_state=0, tol=0).fit(blobs().columns["x"]).cluster_centers_
     np.testing.assert_allclose(np.sort(np.asarray(state.means), axis=0), np.sort(best, axis=0), atol=1e-3)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("cls", [algorithms.KMeans, algorithms.GaussianMixture])
+def test_with_x64_the_first_points_are_the_same(cls):
+    algorithm = cls(**settings(batches=fedsim.Batches(size=64)))
+    expected = iterate(algorithm, blobs(), 3).means
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        found = iterate(cls(**settings(batches=fedsim.Batches(size=64))), blobs(), 3).means
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_fewer_distinct_examples_than_clusters():

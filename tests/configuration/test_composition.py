@@ -144,6 +144,17 @@ def test_a_dataset_is_drawn_with_the_seed_of_the_run_unless_it_has_a_seed(datase
         assert same(data[0], splits.train) and same(data[1], splits.test)
 
 
+def test_a_random_topology_is_drawn_with_the_seed_of_the_run_unless_it_has_a_seed():
+    def edges(topology, seed):
+        config = RunConfig(algorithm="dpsgd", dataset="digits(clients=20, seed=0)", topology=topology, seed=seed)
+        return sorted(build(config, Settings(execution="jit")).algorithm.topology.graphs[0].edges)
+
+    expected = [sorted(decentralized.random_regular(20, degree=4, seed=seed).graphs[0].edges) for seed in (0, 1)]
+    assert expected[0] != expected[1]
+    assert [edges("random_regular(degree=4)", seed) for seed in (0, 1)] == expected
+    assert edges("random_regular(degree=4, seed=0)", 1) == expected[0] and len(edges("ring", 1)) == 20
+
+
 def same(data, other):
     both = [[each.columns[name] for name in sorted(each.columns)] for each in (data, other)]
     return np.array_equal(data.sizes, other.sizes) and all(map(np.array_equal, *both))

@@ -92,6 +92,23 @@ def test_arguments_are_checked_before_anything_runs():
         tuned({"rate": "big"})
 
 
+@pytest.mark.slow
+def test_the_initial_state_depends_on_all_bits_of_the_seed():
+    model = fedsim.Model.from_haiku(
+        hk.transform(lambda examples: hk.get_parameter("x", [1], init=hk.initializers.RandomNormal())),
+        features={"optimum": jax.ShapeDtypeStruct((), jnp.float32)},
+        loss=lambda examples, x: jnp.square(x - examples["optimum"]), metrics={},
+    )  # fmt: skip
+
+    def make(rate):
+        batches = fedsim.Batches(size=1, steps=1)
+        return fedsim.algorithms.FedAvg(model=model, client_optimizer=optax.sgd(rate), batches=batches)
+
+    settings = {"sampler": Everybody(), "rounds": 1, "steps": 1, "objective": lambda state: jnp.sum(state.params["~"]["x"])}
+    first, second = (fedsim.tune(make, {"rate": 1e-6}, seed=seed, **settings).objective for seed in (0, 2**40))
+    assert first != second
+
+
 def test_the_best_run_is_not_always_the_last():
     path = (
         TunedRun({"rate": 0.1}, 2.0, {"rate": 1.0}),

@@ -10,6 +10,7 @@ from fedsim import experiment, sweeps
 from fedsim.commands import main
 from fedsim.comparison import read_runs
 from fedsim.configuration import RunConfig, Settings, build
+from fedsim.configuration._validation import with_validation
 from fedsim.experiment import best_round, read_metrics, run_experiment
 
 DATASET = "digits(clients=12)"
@@ -34,6 +35,23 @@ def test_training_and_validation_examples_are_those_of_the_training_data(validat
     assert made.test_data.num_examples == fedsim.datasets.load(DATASET).test.num_examples
     other = build(RunConfig(dataset="digits(clients=12, seed=0)", validation=validation, seed=1, clients=2), Settings())
     assert rows_of(other.validation_data) != rows_of(apart)  # the run's seed draws it
+
+
+def test_the_validation_part_of_a_client_is_drawn_independently_of_its_test_part():
+    """Of 50 examples, 10 are the test part and 8 of the other 40 the validation part.
+
+    The validation part's mean m follows that of the 40 examples, which is that of the test part times -1/4. With the
+    variances 40 / 49 / 10 and 42 / 49 / 8 of the means, the correlation is -1/4 of the ratio of their square roots.
+    """
+    clients, each = 400, 50
+    columns = {"position": np.tile(np.arange(each), clients)}
+    data = fedsim.FederatedData.from_arrays(columns, sizes=[each] * clients)
+    parts = fedsim.partitioners.split_within_clients(data, {"train": 0.8, "test": 0.2}, seed=0, labels=None)
+    whole = dataclasses.replace(fedsim.datasets.load(DATASET), train=parts["train"], test=parts["test"])
+    splits = with_validation(whole, "0.2", seed=0)
+    means = [part.columns["position"].reshape(clients, -1).mean(1) for part in (splits.test, splits.validation)]
+    expected = -np.sqrt((40 / 10) / (42 / 8)) / 4
+    assert np.corrcoef(means)[0, 1] == pytest.approx(expected, abs=4 / np.sqrt(clients))
 
 
 @pytest.mark.slow

@@ -303,6 +303,7 @@ def other_data(seed):
         ({"settings": {"typo": [0.1]}}, "With the setting typo=0.1: .*'rate'"),
         ({"seeds": 0}, "Expected seeds >= 1"),
         ({"seeds": [1, 1]}, "Expected different seeds"),
+        ({"seeds": [0.9, 1.2]}, "Expected whole numbers as seeds, got seeds=.0.9, 1.2."),
         ({"rounds": 0}, "Expected rounds >= 1"),
         ({"how": "fast"}, "Expected how to be 'vmap', 'devices' or 'sequential'"),
         ({"sampler": sampler(0)}, "Expected sampler to be a function from a seed"),

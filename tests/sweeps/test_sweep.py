@@ -252,6 +252,21 @@ def test_a_folder_of_an_earlier_version_has_the_data_of_seed_0(tmp_path, no_pict
 
 
 @slow
+def test_a_folder_of_an_earlier_version_has_the_topology_of_seed_0(tmp_path, no_pictures, capsys):
+    given = ["--dataset", "toy_regression(clients=6, seed=0)", "--algorithm", "dpsgd", "--rounds", "1", "--no-progress"]
+    for seed, status in ((0, 0), (1, 2)):
+        folder = tmp_path / str(seed)
+        topology = ["--topology", "random_regular(degree=3)"]
+        assert main(["run", *given, *topology, "--seed", str(seed), "--folder", str(folder)]) == 0
+        stored = read_config(folder)
+        assert stored["population"].pop("topology") == f"random_regular(degree=3, seed={seed})"
+        (folder / "config.json").write_text(json.dumps(stored))
+        assert main(["resume", str(folder)]) == status
+    message = 'population, topology: "random_regular(degree=3, seed=1)" in this run, "random_regular(degree=3, seed=0)" in the'
+    assert message in capsys.readouterr().err
+
+
+@slow
 def test_members_with_memories_of_clients_equal_separate_runs(tmp_path, no_pictures):
     sweep, scaffold = tmp_path / "sweep", ["--algorithm", "scaffold"]
     assert main(["run", *RATES, *scaffold, "--folder", str(sweep)]) == 0

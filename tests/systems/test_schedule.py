@@ -317,6 +317,8 @@ def check_invariants(settings, break_at):
     # Sent = aggregated + late + lost + dropped + received + in flight, and no update counts twice.
     assert totals.dispatched == sum(totals[1:7])
     assert len(set(updates.number)) == len(updates.number) == totals.aggregated == found.steps.updates.sum()
+    # No two updates have the same random keys.
+    assert len(set(zip(updates.round.tolist(), updates.client.tolist(), strict=True))) == totals.aggregated
     outcomes = np.bincount(found.timeline.outcome, minlength=4)
     assert outcomes.tolist() == [totals.aggregated, totals.late, totals.lost, totals.dropped]
     # An update starts from a version that existed, and is used after it has arrived.
@@ -387,6 +389,17 @@ def test_a_failing_schedule_is_written_with_the_command_that_repeats_it(tmp_path
     assert [line["simulated_seconds"] for line in lines] == expected.steps.time.tolist()
     assert [line["updates_lost"] for line in lines] == expected.steps.lost.tolist()
     assert expected.totals.lost >= 3
+
+
+def test_a_worker_that_takes_over_a_round_uses_no_key_twice():
+    sampler, arguments = UniformSampler(singletons(6), clients=4, seed=0), {"steps": np.full(6, 5), "devices": SPEEDS}
+    faults = systems.Faults(client_failures=0.2)
+    simulator = systems.Simulator(sampler, synchronization=systems.StaleSynchronous(bound=3), faults=faults, **arguments)
+    begin = simulator.advance(100)
+    simulator.restore(json.loads(json.dumps(simulator.state())))
+    rest = simulator.advance(300)
+    pairs = [pair for part in (begin, rest) for pair in zip(part.updates.round, part.updates.client, strict=True)]
+    assert len(set(pairs)) == len(pairs) > 400 and rest.totals.lost > 50
 
 
 @pytest.mark.parametrize(

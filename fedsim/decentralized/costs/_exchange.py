@@ -145,8 +145,8 @@ def message_bytes(values: int, compressor: Compressor | None = None) -> int:
         return 4 * values
 
     def bits() -> jax.Array:
-        vector = jax.random.normal(jax.random.key(0, impl=rng.IMPLEMENTATION), (values,))
-        return compressor.transmit(vector, jax.random.key(1, impl=rng.IMPLEMENTATION), compressor.init(vector)).bits
+        vector = jax.random.normal(rng.root(0), (values,), jnp.float32)
+        return compressor.transmit(vector, rng.root(1), compressor.init(vector)).bits
 
     return -(-int(jax.jit(bits)()) // 8)  # Compiled, so that vectors of a size that is known are never made.
 
