@@ -82,7 +82,7 @@ class FedDC(FedAvg):
     ValueError: Expected alpha > 0 and finite, got alpha=0.0.
     """
 
-    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True, accumulates=True)
 
     alpha: float = 0.1
     weighting: Literal["examples", "uniform"] = "uniform"

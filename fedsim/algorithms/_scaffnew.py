@@ -73,7 +73,7 @@ class Scaffnew(FedAvg):
     ValueError: Expected 0 < p <= 1, or None, got p=2.0.
     """
 
-    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True, accumulates=True)
 
     p: float | None = None
     weighting: Literal["examples", "uniform"] = "uniform"

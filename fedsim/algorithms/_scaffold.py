@@ -81,7 +81,7 @@ class SCAFFOLD(FedAvg):
     ValueError: Expected control_variate to be 'I' or 'II', got control_variate=2.
     """
 
-    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True, accumulates=True)
 
     control_variate: Literal["I", "II"] = "II"
     weighting: Literal["examples", "uniform"] = "uniform"

@@ -91,6 +91,12 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
             f"{type(algorithm).__name__}: an average of that precision does not change by small steps. Give the model float32 "
             "parameters, with which Model.with_precision computes in half precision, or set averaging=None."
         )
+    if algorithm.capabilities.accumulates and (half := _half_precision(state.params)):
+        raise ValueError(
+            f"{type(algorithm).__name__} needs parameters of at least float32, got {half}: it keeps sums over rounds, which in "
+            "that precision would lose small terms. Give the model float32 parameters, with which Model.with_precision "
+            "computes in half precision."
+        )
     first = _first(algorithm, state, traced_rounds(algorithm, state, data)[0].trace())._replace(parts=parts)
     if not jax.tree.leaves(first._replace(server=())):
         kept["remembers nothing"] = True
