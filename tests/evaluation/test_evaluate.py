@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim.evaluation import _evaluate
+from fedsim.evaluation import Evaluation, _evaluate
 from fedsim.execution import _placement
 from fedsim.planning import collectives_in
 
@@ -187,3 +187,17 @@ def test_a_metric_says_which_values_are_better_and_without_it_no_clients_are_the
     assert worst == {"up": 0.5, "down": 18.5, "loss": 18.5, "also_the_loss": 18.5}
     assert evaluation.over_clients("perplexity")["mean"] == 19
     assert evaluation.over_clients("up", lower_is_better=True)["worst 10%"] == 18.5
+
+
+@pytest.mark.parametrize(("lower", "worst"), [(False, 0.0), (True, 0.9)])
+def test_values_that_are_not_finite_are_the_worst(lower, worst):
+    """A sort puts NaN last, which is the best place for an accuracy."""
+    values = np.linspace(0.0, 0.9, 10)
+
+    def of(x):
+        evaluation = Evaluation({}, {"m": fedsim.metrics.Mean(x, np.ones(len(x)))})
+        return evaluation.over_clients("m", lower_is_better=lower)
+
+    assert of(values)["worst 10%"] == worst
+    assert np.isnan(of(np.append(values, np.nan))["worst 10%"])
+    assert np.isnan(of(np.append(values, [np.nan] * 10))["worst 10%"])
