@@ -68,7 +68,8 @@ class FedDC(FedAvg):
     Attributes:
       alpha: α, above 0. Larger values keep clients closer to the server's parameters minus their drift.
       weighting: default ``"uniform"``; see `FedAvg`.
-      client_optimizer: see `FedAvg`. It must be SGD, with or without momentum.
+      client_optimizer: see `FedAvg`. It must be SGD, with or without momentum. A learning rate that is not 0 must move the
+        parameters by much more than their rounding (6e-8 of their size in ``float32``), because movements are divided by it.
       model, server_optimizer: see `FedAvg`.
 
     Raises:
