@@ -48,7 +48,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
 
     Raises:
       ValueError: the state belongs to another population, algorithm or model, or the algorithm has ``averaging`` and the
-        server's state no ``params``, or ``params`` in half precision.
+        server's state no ``params``, or ``params`` in half precision, which an algorithm that accumulates refuses, too.
 
     >>> import optax, fedsim
     >>> data, model = fedsim.datasets.load("digits(clients=5)").train, fedsim.models.digits_logistic()
