@@ -52,6 +52,8 @@ class Capabilities:
         one, so `fedsim.configuration` refuses it, unless a derived class has a value for the field.
       unlabelled: it also learns from examples whose label is hidden, which is -1, see `fedsim.partitioners.hide_labels`. Other
         algorithms refuse them.
+      accumulates: the server's state, or what clients keep, has sums over rounds in the dtypes of the parameters. Parameters in
+        half precision are refused then, because such sums would lose small terms.
 
     >>> Algorithm.capabilities.minimizes
     True
@@ -68,6 +70,7 @@ class Capabilities:
     unlabelled: bool = False
     model_parts: bool = False
     microbatches: bool = False
+    accumulates: bool = False
     refused_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 

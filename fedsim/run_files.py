@@ -92,6 +92,26 @@ def megabytes_of(history: History) -> list[float]:
     return list(itertools.accumulate(factor * sum(line.get(name) or 0 for name in names) for line in history))
 
 
+def shown_number(value: float, *, beside: float = 0.0, digits: int = 4) -> str:
+    """Returns a number as tables and texts show it: with four decimal places, and so many digits if it is below 0.001.
+
+    Args:
+      value: the number.
+      beside: a number in the same cell, such as the mean of which the value is the deviation. If it is not small, the value is
+        shown with decimal places.
+      digits: another number of decimal places and digits.
+
+    >>> shown_number(0.12345), shown_number(0.0), shown_number(0.0000212345), shown_number(12345.678)
+    ('0.1235', '0.0000', '2.123e-05', '12345.7')
+    >>> shown_number(0.0004, beside=0.5)
+    '0.0004'
+    """
+    if abs(value) >= 1000:
+        return f"{value:.{digits + 2}g}"
+    is_small = value != 0 and max(abs(value), abs(beside)) < 0.001
+    return f"{value:.{digits}g}" if is_small else f"{value:.{digits}f}"
+
+
 def _with_different_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 Tree = Any
@@ -290,14 +291,23 @@ def root(squares: jax.Array) -> jax.Array:
 
 
 def clip(a: Tree, norm: float) -> Tree:
-    """Returns ``a`` times min(1, norm / ‖a‖), with the Euclidean norm over all leaves.
+    """Returns ``a`` times min(1, norm / ‖a‖), with the Euclidean norm over all leaves, which are floats.
+
+    Leaves keep their dtypes. Those in half precision are multiplied in ``float32`` and then rounded, which may change the norm
+    by up to the rounding error of a number: 0.4 % in ``bfloat16``, 0.05 % in ``float16``.
 
     >>> [round(x, 4) for x in clip({"w": jnp.array([3.0, 4.0])}, 1.0)["w"].tolist()]
     [0.6, 0.8]
     """
     squares = squared_norm(a)
     length = jnp.sqrt(jnp.where(squares == 0, 1, squares))  # The derivative of the root is infinite at 0.
-    return scale(a, jnp.where((squares > 0) & (length > norm), norm / length, 1))
+    factor = jnp.where((squares > 0) & (length > norm), norm / length, 1)
+
+    def of_leaf(x: Any) -> jax.Array:  # A rounded factor would change all elements in the same direction.
+        wide = jnp.asarray(x).astype(np.promote_types(jnp.result_type(x), np.float32))
+        return (wide * factor.astype(wide.dtype)).astype(jnp.result_type(x))
+
+    return jax.tree.map(of_leaf, a)
 
 
 def per_row(values: jax.Array, x: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ class CentredClipping(Mean):
         the mean.
 
     Guarantees:
-      - The aggregate is at most ``radius`` away from the last aggregate.
+      - The aggregate is at most ``radius`` away from the last aggregate, up to the rounding of what is sent in half precision.
 
     Raises:
       ValueError: ``radius`` is not positive and finite. Before the first round: an update has leaves that are not floats.

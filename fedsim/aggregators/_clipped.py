@@ -27,7 +27,8 @@ class Clipped(Wrapper):
     """Clips the norm of each update: u * min(1, norm / ‖u‖), with the Euclidean norm over all leaves.
 
     Clipping is computed where an update is sent, also for attackers' updates, because a server would not accept an update
-    with a larger norm.
+    with a larger norm. The norm of an update in half precision may be larger by the rounding error of its dtype, see
+    `fedsim.tree.clip`.
 
     Attributes:
       norm: the largest Euclidean norm, positive and finite.

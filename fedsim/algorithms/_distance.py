@@ -35,7 +35,8 @@ class Distance(NamedTuple):
     def mean_gradient(self, movement: Params) -> Params:
         """Returns the mean of the gradients that caused a client's movement, weighted as the optimizer weights them.
 
-        It is 0 if the scalar did not move.
+        It is 0 if the scalar did not move. A movement that is not much longer than the rounding of the parameters (6e-8 of
+        their size in ``float32``) says nothing about the gradients: learning rates that are not 0 must move parameters by more.
         """
         return tree.scale(movement, jnp.where(self.length == 0, 0, 1 / jnp.where(self.length == 0, 1, self.length)))
 

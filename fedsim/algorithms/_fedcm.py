@@ -58,7 +58,8 @@ class FedCM(FedAvg):
     Attributes:
       alpha: α in (0, 1], the share of the client's own gradient. With 1, the algorithm is FedAvg. Since Δ is 0 at first, the
         first round takes steps of α times the learning rate.
-      client_optimizer: see `FedAvg`. It must be SGD, with or without momentum.
+      client_optimizer: see `FedAvg`. It must be SGD, with or without momentum. A learning rate that is not 0 must move the
+        parameters by much more than their rounding (6e-8 of their size in ``float32``), because movements are divided by it.
       model, server_optimizer, weighting: see `FedAvg`.
 
     Raises:

@@ -69,7 +69,8 @@ class FedDC(FedAvg):
     Attributes:
       alpha: α, above 0. Larger values keep clients closer to the server's parameters minus their drift.
       weighting: default ``"uniform"``; see `FedAvg`.
-      client_optimizer: see `FedAvg`. It must be SGD, with or without momentum.
+      client_optimizer: see `FedAvg`. It must be SGD, with or without momentum. A learning rate that is not 0 must move the
+        parameters by much more than their rounding (6e-8 of their size in ``float32``), because movements are divided by it.
       model, server_optimizer: see `FedAvg`.
 
     Raises:
@@ -84,7 +85,7 @@ class FedDC(FedAvg):
     ValueError: Expected alpha > 0 and finite, got alpha=0.0.
     """
 
-    capabilities = Capabilities(scalable=False, repeatable=False, model_parts=True, microbatches=True)
+    capabilities = Capabilities(scalable=False, repeatable=False, model_parts=True, microbatches=True, accumulates=True)
 
     alpha: float = 0.1
     weighting: Literal["examples", "uniform"] = "uniform"

@@ -71,7 +71,7 @@ class FedDyn(FedAvg):
     ValueError: Expected alpha > 0 and finite, got alpha=0.0.
     """
 
-    capabilities = Capabilities(scalable=False, repeatable=False, model_parts=True, microbatches=True)
+    capabilities = Capabilities(scalable=False, repeatable=False, model_parts=True, microbatches=True, accumulates=True)
 
     alpha: float = 0.01
     weighting: Literal["examples", "uniform"] = "uniform"

@@ -78,7 +78,9 @@ class FedAdagrad(FedAvg):
     0.0
     """
 
-    capabilities = Capabilities(quadratic={"server_learning_rate": 0.3}, scalable=True, model_parts=True, microbatches=True)
+    capabilities = Capabilities(
+        quadratic={"server_learning_rate": 0.3}, scalable=True, model_parts=True, microbatches=True, accumulates=True
+    )
 
     server_learning_rate: float = 1e-2
     b1: float = 0.0
@@ -108,7 +110,9 @@ class FedAdam(FedAvg):
     ValueError: Expected 0 <= b2 < 1, got b2=1.5.
     """
 
-    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03}, scalable=True, model_parts=True, microbatches=True)
+    capabilities = Capabilities(
+        quadratic={"server_learning_rate": 0.03}, scalable=True, model_parts=True, microbatches=True, accumulates=True
+    )
 
     server_learning_rate: float = 1e-2
     b1: float = 0.9
@@ -141,7 +145,9 @@ class FedYogi(FedAvg):
     0.99
     """
 
-    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03}, scalable=True, model_parts=True, microbatches=True)
+    capabilities = Capabilities(
+        quadratic={"server_learning_rate": 0.03}, scalable=True, model_parts=True, microbatches=True, accumulates=True
+    )
 
     server_learning_rate: float = 1e-2
     b1: float = 0.9

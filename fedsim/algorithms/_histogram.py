@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import checks
-from fedsim.algorithms._statistics import Statistics
+from fedsim.algorithms._statistics import Statistics, check_exact
 from fedsim.data import Batch, FederatedData
 from fedsim.metrics import Score
 from fedsim.rounds import RoundInfo, server_state
@@ -47,7 +47,8 @@ class Histogram(Statistics):
       feature, batches: see `Statistics`.
 
     Raises:
-      ValueError: ``bins`` is not a positive whole number, or ``low`` is not below ``high``.
+      ValueError: ``bins`` is not a positive whole number, or ``low`` is not below ``high``. Before the first round: edges of
+        bins are equal in ``float32``, or the range and the feature have whole numbers beyond 2**24, which ``float32`` rounds.
 
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.0, 0.1, 0.6, 1.0, 7.0], np.float32)}, sizes=[3, 2])
@@ -68,6 +69,10 @@ class Histogram(Statistics):
         checks.number(low=self.low)
         checks.number(above=self.low, high=self.high, remedy=f"low={self.low} is to be below")
         checks.whole(1, bins=self.bins)
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        check_exact("Histogram", self.feature, self.edges, data)
 
     @property
     def edges(self) -> np.ndarray:

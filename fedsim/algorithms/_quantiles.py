@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import checks
-from fedsim.algorithms._statistics import Statistics
+from fedsim.algorithms._statistics import Statistics, check_exact
 from fedsim.data import Batch, FederatedData
 from fedsim.metrics import Score
 from fedsim.rounds import RoundInfo, server_state
@@ -66,7 +66,8 @@ class Quantiles(Statistics):
       feature, batches: see `Statistics`.
 
     Raises:
-      ValueError: a fraction is not in ``(0, 1]``, ``low`` is not below ``high``, or there are fewer than 2 bins.
+      ValueError: a fraction is not in ``(0, 1]``, ``low`` is not below ``high``, or there are fewer than 2 bins. Before the
+        first round: ``low`` and ``high`` are equal in ``float32``, or the range and the feature have whole numbers above 2**24.
 
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.3, 0.1, 0.6, 0.9, 0.8], np.float32)}, sizes=[3, 2])
@@ -94,6 +95,10 @@ class Quantiles(Statistics):
         checks.number(low=self.low)
         checks.number(above=self.low, high=self.high, remedy=f"low={self.low} is to be below")
         checks.whole(2, bins=self.bins)
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        check_exact("Quantiles", self.feature, np.array([self.low, self.high], np.float32), data)
 
     def init(self, key: jax.Array) -> QuantilesState:
         return self._cut(*(jnp.full((len(self.fractions), 1), edge, jnp.float32) for edge in (self.low, self.high)))

@@ -59,7 +59,8 @@ class Scaffnew(FedAvg):
         number of steps. If clients take different numbers of steps, as with ``Batches(epochs=...)`` and unequal data, the h_i
         then add up to 0 no more: take ``Batches(steps=K)``, as the paper does, or give one p, at most 1 / K for the largest K.
       weighting: default ``"uniform"``, as in the paper; see `FedAvg`.
-      client_optimizer: see `FedAvg`. It must be SGD, with or without momentum.
+      client_optimizer: see `FedAvg`. It must be SGD, with or without momentum. A learning rate that is not 0 must move the
+        parameters by much more than their rounding (6e-8 of their size in ``float32``), because movements are divided by it.
       model, server_optimizer: see `FedAvg`.
 
     Raises:
@@ -74,7 +75,7 @@ class Scaffnew(FedAvg):
     ValueError: Expected 0 < p <= 1, or None, got p=2.0.
     """
 
-    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True, accumulates=True)
 
     p: float | None = None
     weighting: Literal["examples", "uniform"] = "uniform"

@@ -67,7 +67,8 @@ class SCAFFOLD(FedAvg):
       control_variate: how a client updates its control variate. ``"I"`` uses its full gradient at x, which takes one more
         pass over its examples. ``"II"`` uses the mean of its gradients during training, at no cost.
       weighting: default ``"uniform"``, as in the paper; see `FedAvg`.
-      client_optimizer: see `FedAvg`. Option II needs SGD, with or without momentum.
+      client_optimizer: see `FedAvg`. Option II needs SGD, with or without momentum, and a learning rate that is 0 or moves the
+        parameters by much more than their rounding (6e-8 of their size in ``float32``), because movements are divided by it.
       model, server_optimizer: see `FedAvg`.
 
     Raises:
@@ -83,7 +84,7 @@ class SCAFFOLD(FedAvg):
     ValueError: Expected control_variate to be 'I' or 'II', got control_variate=2.
     """
 
-    capabilities = Capabilities(scalable=False, repeatable=False, model_parts=True, microbatches=True)
+    capabilities = Capabilities(scalable=False, repeatable=False, model_parts=True, microbatches=True, accumulates=True)
 
     control_variate: Literal["I", "II"] = "II"
     weighting: Literal["examples", "uniform"] = "uniform"

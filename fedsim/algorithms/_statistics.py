@@ -36,6 +36,22 @@ def check_numbers(user: str, feature: str, data: FederatedData) -> None:
     data.check_finite()
 
 
+def check_exact(user: str, feature: str, edges: np.ndarray, data: FederatedData) -> None:
+    """Raises ``ValueError`` unless comparisons of the feature with the edges, ``float32 [n]``, are exact in ``float32``."""
+    low, high, remedy = edges[0], edges[-1], "subtract a constant from the feature, and scale it."
+    if not (np.diff(edges) > 0).all():
+        raise ValueError(
+            f"{user} needs edges that differ in float32, got {len(edges)} from {low} to {high}: give fewer bins, or {remedy}"
+        )
+    # Rounding keeps the order, so smaller edges are on the right side of every whole number.
+    whole = np.dtype(data.columns[feature].dtype).kind in "iu" and max(-low, high) >= 2**24
+    if whole and (found := data.label_range(feature)) and max(-found[0], found[1]) > 2**24:
+        raise ValueError(
+            f"{user} reads {feature!r} as float32, which has all whole numbers up to 2**24 only, got {found[0]} to {found[1]}: "
+            + remedy
+        )
+
+
 def over_examples(client: Client, batches: Batches, add: Callable[[Any, Batch], Any], none: Any) -> tuple[Any, jax.Array]:
     """Returns what ``add`` makes of the batches that a client reads, from ``none``, and the share by which sums over these
     examples are to be multiplied: the client's number of examples divided by the number that it reads, ``float32 []``.

@@ -40,7 +40,7 @@ class HonestStatistics(NamedTuple):
         2.0
         """
         clients = jnp.sum(is_honest, dtype=jnp.float32)
-        wide = jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), updates)
+        wide = _wide(updates)
 
         def mean(x: jax.Array) -> jax.Array:
             return jnp.sum(jnp.where(tree.per_row(is_honest, x), x, 0), axis=0) / jnp.maximum(clients, 1).astype(x.dtype)
@@ -89,11 +89,15 @@ class Collusion(Attack):
 
 
 class Moments(NamedTuple):
-    """Number of updates, their mean, and the sum of squared differences from the mean."""
+    """Number of updates, their mean, the sum of squared differences from it, and for each leaf of an update a 0 of its dtype.
+
+    The mean and the squares are at least ``float32``.
+    """
 
     clients: jax.Array
     mean: Update
     squares: Update
+    like: Update
 
     def merge(self, other: Moments) -> Moments:
         """Returns the moments of both sets of updates together.
@@ -105,7 +109,7 @@ class Moments(NamedTuple):
         difference = tree.subtract(other.mean, self.mean)
         mean = tree.add(self.mean, tree.scale(difference, share))
         between = tree.scale(jax.tree.map(jnp.square, difference), self.clients * share)
-        return Moments(clients, mean, tree.add(tree.add(self.squares, other.squares), between))
+        return Moments(clients, mean, tree.add(tree.add(self.squares, other.squares), between), self.like)
 
 
 class _Accumulator(NamedTuple):
@@ -152,19 +156,20 @@ class _CollusionWrapper(Wrapper):
         return self.inner.send(update, self.inner.init(update), self.inner.client_memory(update), key).update
 
     def zero(self, update: Update, slots: int) -> _Accumulator:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), update)
         # Auxiliary data may be integers or booleans. Their mean is a float.
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype if tree.is_float(x) else jnp.float32), update)
+        like = jax.tree.map(lambda x: jnp.zeros((), x.dtype if tree.is_float(x) else jnp.float32), update)
         weights = jnp.zeros(slots, jnp.float32)
         updates = _STACK.zero(with_empty_aux(update), slots) if self.attack.needs_updates else ()
-        return _Accumulator(super().zero(update, slots), Moments(jnp.float32(0), zeros, zeros), weights, updates)
+        return _Accumulator(super().zero(update, slots), Moments(jnp.float32(0), zeros, zeros, like), weights, updates)
 
     def accumulate(self, accumulator: _Accumulator, update: Update, weight: jax.Array, slot: jax.Array) -> _Accumulator:
         honest = jnp.where(self.attackers[slot], 0, weight)
-        mean = jax.tree.map(lambda x, mean: x.astype(mean.dtype), update, accumulator.moments.mean)
+        mean = _wide(update)
         updates = accumulator.updates
         if self.attack.needs_updates:
             updates = _STACK.accumulate(updates, with_empty_aux(update), honest, slot)
-        one = Moments((honest != 0).astype(jnp.float32), mean, jax.tree.map(jnp.zeros_like, mean))
+        one = Moments((honest != 0).astype(jnp.float32), mean, jax.tree.map(jnp.zeros_like, mean), accumulator.moments.like)
         return _Accumulator(
             super().accumulate(accumulator.inner, update, honest, slot),
             accumulator.moments.merge(one),
@@ -190,15 +195,15 @@ class _CollusionWrapper(Wrapper):
         return super().finish(accumulator.inner)
 
     def finish_round(self, accumulator: _Accumulator, memory: Any, key: jax.Array) -> tuple[Update, Any]:
-        clients, mean, squares = accumulator.moments
+        clients, mean, squares, like = accumulator.moments
         deviation = jax.tree.map(lambda x: tree.root(x / jnp.maximum(clients, 1).astype(x.dtype)), squares)
         weights = accumulator.weights
         attackers = jnp.sum(weights != 0, dtype=jnp.float32)
         known = HonestStatistics(with_empty_aux(mean), with_empty_aux(deviation), clients, attackers)
         if self.attack.needs_updates:
             updates, honest = _STACK.stacked(accumulator.updates)
-            known = known._replace(updates=updates, is_honest=honest != 0)
-        update = with_aux_of(mean, self.attack.collude(known))
+            known = known._replace(updates=_wide(updates), is_honest=honest != 0)
+        update = jax.tree.map(lambda x, own: x.astype(own.dtype), with_aux_of(mean, self.attack.collude(known)), like)
 
         def add_attacker(slot: jax.Array, inner: Any) -> Any:
             own = jax.random.fold_in(rng.stream(key, "collusion"), slot)
@@ -212,6 +217,10 @@ class _CollusionWrapper(Wrapper):
             return jax.lax.cond(weights[slot] != 0, add_attacker, lambda _, inner: inner, slot, inner)
 
         return super().finish_round(jax.lax.fori_loop(0, len(weights), add, accumulator.inner), memory, key)
+
+
+def _wide(updates: Update) -> Update:
+    return jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), updates)
 
 
 def _merge(moments: Moments, weights: jax.Array) -> tuple[Moments, jax.Array]:

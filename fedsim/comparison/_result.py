@@ -13,7 +13,7 @@ import numpy as np
 
 from fedsim.comparison._outcome import AT, Against, At, Cost, Outcome, curve_of
 from fedsim.comparison._runs import RecordedRun, aligned, setting_text, shown_value
-from fedsim.comparison._statistics import Interval, PairedTest, interval, shown
+from fedsim.comparison._statistics import Interval, PairedTest, interval
 
 OPTIMISTIC = "selected on test data: these figures are optimistic"
 _TITLES = {"last": "last", "best": "best", "last10": "last 10"}
@@ -343,4 +343,4 @@ def _test_cells(test: GroupTest) -> Sequence[str]:
 
 
 def _p_text(p: float) -> str:
-    return "< 0.0001" if p < 1e-4 else shown(p)
+    return "< 0.0001" if p < 1e-4 else f"{p:.4f}"

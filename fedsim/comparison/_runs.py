@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.names import better_by_name
-from fedsim.run_files import SPLITS, USUAL_METRICS, History, metric_lines, scalar_metrics
+from fedsim.run_files import SPLITS, USUAL_METRICS, History, metric_lines, scalar_metrics, shown_number
 
 # They differ between seeds, also in runs that were started in Python.
 _OF_THE_SEED = ("seed", "root_key", "cohorts (hash)")
@@ -245,7 +245,7 @@ def _most_important(names: Sequence[str]) -> list[str]:
 
 def _metric_text(run: RecordedRun, name: str) -> str:
     value = run.last.get(name, math.nan)
-    return "not finite" if value is None else "-" if math.isnan(value) else f"{value:.4f}"
+    return "not finite" if value is None else "-" if math.isnan(value) else shown_number(value)
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:

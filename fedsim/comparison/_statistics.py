@@ -8,6 +8,8 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
+from fedsim.run_files import shown_number
+
 _MOST_SEEDS = 10_000
 
 
@@ -33,7 +35,10 @@ class Interval:
     def __str__(self) -> str:
         if math.isnan(self.mean):
             return "-"
-        return shown(self.mean) + ("" if self.half_width is None else f" ± {shown(self.half_width)}")
+        if self.half_width is None:
+            return shown_number(self.mean)
+        half_width = shown_number(self.half_width, beside=self.mean)
+        return f"{shown_number(self.mean, beside=self.half_width)} ± {half_width}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +56,6 @@ class PairedTest:
 
     difference: Interval
     p: float | None
-
-
-def shown(value: float) -> str:
-    """Returns a number as tables show it.
-
-    >>> shown(0.12345), shown(12345.678)
-    ('0.1235', '12345.7')
-    """
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.6g}"
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedsim import checks, tree
 from fedsim.compressors._compressor import Compressor, Memory, Message, Size, Transmission, Value, as_array
 
 
 class Feedback(NamedTuple):
-    """The residual (the compression error so far, zero for integers), and the inner compressor's memory."""
+    """The residual (the compression error so far, at least ``float32``, zero for integers), and the compressor's memory."""
 
     residual: Value
     inner: Memory
@@ -54,14 +55,17 @@ class ErrorFeedback(Compressor):
         checks.instance(Compressor, "TopK()", compressor=self.compressor)
 
     def init(self, value: Value) -> Feedback:
-        residual = jax.tree.map(lambda x: jnp.zeros(as_array(x).shape, as_array(x).dtype), value)
-        return Feedback(residual, self.compressor.init(value))
+        def zeros(x: Any) -> jax.Array:
+            dtype = as_array(x).dtype
+            return jnp.zeros(as_array(x).shape, np.promote_types(dtype, np.float32) if tree.is_float(as_array(x)) else dtype)
+
+        return Feedback(jax.tree.map(zeros, value), self.compressor.init(value))
 
     def encode(self, value: Value, key: jax.Array, memory: Any = ()) -> tuple[Message, Feedback]:
-        value, inner = self._with_residual(value, memory)
+        total, value, inner = self._with_residual(value, memory)
         message, inner = self.compressor.encode(value, key, inner)
         decoded = self.compressor.decode(message, key, jax.eval_shape(lambda: value))
-        return message, Feedback(_error(value, decoded), inner)
+        return message, Feedback(_error(total, decoded), inner)
 
     def decode(self, message: Message, key: jax.Array, shapes: Value) -> Value:
         return self.compressor.decode(message, key, shapes)
@@ -71,16 +75,17 @@ class ErrorFeedback(Compressor):
 
     # Overridden so that the message is decoded only once.
     def transmit(self, value: Value, key: jax.Array, memory: Any = ()) -> Transmission:
-        value, inner = self._with_residual(value, memory)
+        total, value, inner = self._with_residual(value, memory)
         sent = self.compressor.transmit(value, key, inner)
-        return sent._replace(memory=Feedback(_error(value, sent.value), sent.memory))
+        return sent._replace(memory=Feedback(_error(total, sent.value), sent.memory))
 
-    def _with_residual(self, value: Value, memory: Any) -> tuple[Value, Memory]:
-        """Returns value + residual, and the inner compressor's memory."""
+    def _with_residual(self, value: Value, memory: Any) -> tuple[Value, Value, Memory]:
+        """Returns value + residual in the residual's dtypes and in those of the value, and the inner compressor's memory."""
         residual, inner = memory or self.init(value)
-        return jax.tree.map(lambda x, r: x + r if tree.is_float(x) else x, value, residual), inner
+        total = jax.tree.map(lambda x, r: x.astype(r.dtype) + r if tree.is_float(x) else x, value, residual)
+        return total, jax.tree.map(lambda t, x: t.astype(x.dtype), total, value), inner
 
 
-def _error(value: Value, decoded: Value) -> Value:
+def _error(total: Value, decoded: Value) -> Value:
     """Returns the difference. It is zero for leaves that are not floats, which are sent unchanged."""
-    return jax.tree.map(lambda x, y: x - y if tree.is_float(x) else jnp.zeros_like(x), value, decoded)
+    return jax.tree.map(lambda x, y: x - y.astype(x.dtype) if tree.is_float(x) else jnp.zeros_like(x), total, decoded)

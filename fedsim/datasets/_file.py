@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ _TEST_FRACTION = 0.2
 _CLIENTS = 10
 _WITHOUT_CLASSES = ("iid", "quantity_skew")
 _UNSCALED = np.zeros((), bool)
+_WITH_COMMAS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")  # 1,234.5
 
 
 def _remembered(load: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -264,12 +266,11 @@ class _Table:
                     raise ValueError(f"features={features!r} (--features) has {pattern!r}, the label or client: leave it out.")
                 self._check("features", "--features", pattern)
             names += found
+        for each in names if features else others:
+            self._check_numbers_in_text(each, "leave the column out of features= (--features)")
         if not features:
             # A column without a name is usually that of row numbers, which pandas writes.
             names = [each for each in others if columns[each].dtype != object and each]
-            for each in others:
-                if columns[each].dtype == object:
-                    self._check_numbers_in_text(each)
             left_out = [each for each in (*others, *self.rows.unsupported) if each not in names]
             if left_out and "image" not in columns:
                 warnings.warn(
@@ -300,17 +301,22 @@ class _Table:
                 f"correct {option}= ({flag})."
             )
 
-    def _check_numbers_in_text(self, name: str) -> None:
-        """Raises ``ValueError`` for a column that seems to have numbers, with a few other texts such as ``?``."""
+    def _check_numbers_in_text(self, name: str, otherwise: str) -> None:
+        """Raises ``ValueError`` for texts that seem to be numbers, with commas or with a few others such as ``?``."""
         column, absent = self.rows.columns[name], self.rows.missing.get(name, np.False_)
-        others = {text for text in set(column.tolist()) if text and not is_number(text)}
-        wrong = [row for row, text in enumerate(column) if text in others] if len(others) < len(column) / 2 else []
-        if wrong and 2 * len(wrong) < len(column) - int(absent.sum()):
-            raise ValueError(
-                f"{self.path}: {self.rows.place(wrong[0])}: column {name!r} has {self.rows.columns[name][wrong[0]]!r} among "
-                f"numbers: correct it, leave the field empty if the value is missing, or leave the column out of features= "
-                "(--features)."
-            )
+        if column.dtype != object:
+            return
+        texts = {text for text in set(column.tolist()) if text and not is_number(text)}
+        wrong = [row for row, text in enumerate(column) if text in texts]
+        others = [row for row in wrong if not _WITH_COMMAS.fullmatch(column[row])]
+        if wrong and 2 * len(others) < len(column) - int(absent.sum()):
+            text = column[wrong[0]]
+            if wrong[0] in others:
+                remedy = "correct it, leave the field empty if the value is missing"
+            else:
+                remedy = f"write numbers without commas, as {text.replace(',', '')}"
+            place = f"{self.path}: {self.rows.place(wrong[0])}"
+            raise ValueError(f"{place}: column {name!r} has {text!r} among numbers: {remedy}, or {otherwise}.")
 
     def complete(self, columns: _Chosen, missing: str) -> np.ndarray:
         """Returns the rows ``int64 [n]`` that have all values that are used."""
@@ -349,6 +355,8 @@ class _Table:
                 )
             return _Values(_narrow(values), name, _UNSCALED)
         is_text = values.dtype == object
+        if task != "classification":
+            self._check_numbers_in_text(name, "give task='classification' (--task) if the texts are classes")
         has_fractions = values.dtype.kind == "f" and bool((values % 1).any())
         distinct = np.unique(values)
         if not task and not is_text and not has_fractions and len(distinct) > _MAX_CLASSES:

@@ -45,6 +45,7 @@ class D2(DecentralizedAlgorithm):
     (True, True)
     """
 
+    capabilities = dataclasses.replace(DecentralizedAlgorithm.capabilities, accumulates=True)
     attackable: ClassVar[bool] = False  # What an attacker changes would stay in the sums.
     needs_all_messages: ClassVar[bool] = True
     keeps_sums: ClassVar[bool] = True

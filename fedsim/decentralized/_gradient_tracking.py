@@ -56,6 +56,7 @@ class GradientTracking(DecentralizedAlgorithm):
     True
     """
 
+    capabilities = dataclasses.replace(DecentralizedAlgorithm.capabilities, accumulates=True)
     attackable: ClassVar[bool] = False  # What an attacker changes would stay in the sums.
     keeps_sums: ClassVar[bool] = True
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from fedsim import checks, rng, tree
+from fedsim.aggregators import accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,10 @@ class LocalNoise:
         checks.positive(norm=self.norm, remedy="the norm that movements are clipped to")
 
     def __call__(self, movement: Any, key: jax.Array) -> Any:
-        """Returns the movement of one node, clipped and with noise."""
-        noise = tree.scale(rng.normal_like(key, movement), self.multiplier * self.norm)
-        return tree.add(tree.clip(movement, self.norm), noise)
+        """Returns the movement of one node, clipped and with noise, in its dtype: half precision is rounded after the noise."""
+        wide = jax.tree.map(
+            lambda x: x.astype(accumulation_dtype(x.dtype)), movement
+        )  # Noise has few values in half precision.
+        noise = tree.scale(rng.normal_like(key, wide), self.multiplier * self.norm)
+        noised = tree.add(tree.clip(wide, self.norm), noise)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), noised, movement)

@@ -54,8 +54,8 @@ class Evaluation(NamedTuple):
     def over_clients(self, metric: str, *, lower_is_better: bool | None = None) -> dict[str, float]:
         """Returns the mean, the standard deviation and the worst 10 % of a metric over clients whose weight is not 0.
 
-        "worst 10%" is the mean over the worst tenth of the clients, but at least one client. It is NaN if it is not known which
-        values are better. Without any client, all three are NaN.
+        "worst 10%" is the mean over the worst tenth of the clients, but at least one client. Values that are not finite are the
+        worst. It is NaN if it is not known which values are better. Without any client, all three are NaN.
 
         Args:
           metric: the name of a metric with one number per client.
@@ -80,7 +80,8 @@ class Evaluation(NamedTuple):
         if not len(values):
             return {"mean": math.nan, "std": math.nan, "worst 10%": math.nan}
         better = better_of(metric, self.clients[metric]) if lower_is_better is None else ("higher", "lower")[lower_is_better]
-        worst = (values[::-1] if better == "lower" else values)[: max(1, len(values) // 10)]
+        badness = np.where(np.isfinite(values), values if better == "lower" else -values, np.inf)
+        worst = values[np.argsort(-badness, kind="stable")[: max(1, len(values) // 10)]]
         return {
             "mean": float(values.mean()),
             "std": float(values.std()),

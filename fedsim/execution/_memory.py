@@ -48,7 +48,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
 
     Raises:
       ValueError: the state belongs to another population, algorithm or model, or the algorithm has ``averaging`` and the
-        server's state no ``params``, or ``params`` in half precision.
+        server's state no ``params``, or ``params`` in half precision, which an algorithm that accumulates refuses, too.
 
     >>> import optax, fedsim
     >>> data, model = fedsim.datasets.load("digits(clients=5)").train, fedsim.models.digits_logistic()
@@ -90,6 +90,12 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
             f"averaging={algorithm.averaging} needs parameters of at least float32, got {half} in the state of "
             f"{type(algorithm).__name__}: an average of that precision does not change by small steps. Give the model float32 "
             "parameters, with which Model.with_precision computes in half precision, or set averaging=None."
+        )
+    if algorithm.capabilities.accumulates and (half := _half_precision(state.params)):
+        raise ValueError(
+            f"{type(algorithm).__name__} needs parameters of at least float32, got {half}: it keeps sums over rounds, which in "
+            "that precision would lose small terms. Give the model float32 parameters, with which Model.with_precision "
+            "computes in half precision."
         )
     first = _first(algorithm, state, traced_rounds(algorithm, state, data)[0].trace())._replace(parts=parts)
     if not jax.tree.leaves(first._replace(server=())):

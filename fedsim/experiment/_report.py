@@ -11,7 +11,7 @@ from fedsim.execution import Execution, Jit, is_gpu
 from fedsim.experiment._divergence import is_diverged
 from fedsim.experiment._lines import Line, best_round, score_name
 from fedsim.plots._canvas import BLUE, GREEN, GREY, ORANGE, add_legend, new_figure, shorten, whole_ticks
-from fedsim.run_files import SPLITS, scalar_metrics
+from fedsim.run_files import SPLITS, scalar_metrics, shown_number
 from fedsim.samplers import Attacked
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def attackers_of(sampler: Any) -> str | None:
         if (sampler := getattr(sampler, "sampler", None)) is None:
             return None
     if (ids := sampler.attacker_ids) is None:
-        return f"{sampler.fraction:.0%} of each cohort, drawn anew in every round"
+        share = f"{sampler.fraction:.0%}" if sampler.fraction >= 0.1 else f"{100 * sampler.fraction:.2g}%"
+        return f"{share} of each cohort, drawn anew in every round"
     shown = ", ".join(ids[:_MOST_SHOWN]) + ", ..." * (len(ids) > _MOST_SHOWN)
     return f"{len(ids)} of {sampler.data.num_clients} clients" + f": {shown}" * bool(ids)
 
@@ -104,7 +105,13 @@ def closing_table(
         rows += [*_best_by_validation(history), ""] if "validation" in shown else []
     rows.append(
         f"wall time  {seconds:.1f} s"
-        + (f", {rate:,.0f} rounds/s" if rate and rate >= 10 else f", {rate:.2f} rounds/s" if rate else "")
+        + (
+            f", {rate:,.0f} rounds/s"
+            if rate and rate >= 10
+            else f", {rate:.{'2f' if rate >= 0.01 else '2g'}} rounds/s"
+            if rate
+            else ""
+        )
     )
     clock = [line for line in history if "updates_late" in line]
     if clock:
@@ -152,18 +159,20 @@ def evaluation_table(line: Line, split: str = "test", *, diverged: bool = False)
     """
     names = scalar_metrics(line, split)
     width = max([16, *(len(name) - 3 for name in names)])
-    rows = [
-        f"{split:<{width}}{'all':>11}{'mean':>7}{'std':>6}{'worst 10%':>11}",
-        f"{'':<{width}}{'examples':>11}{'over clients':>16}",
-    ]
+    rows = []
     for name in names:
-        over = [line.get(f"{name}_clients_{key}") for key in ("mean", "std", "worst10")]
-        mean, std, worst = (_number(value, 3) for value in over)
-        overall = _number(line[name], 4)
+        mean, deviation, worst = (line.get(f"{name}_clients_{key}") for key in ("mean", "std", "worst10"))
+        cells = [_number(line[name]), _number(mean, 3), _number(deviation, 3, beside=mean or 0.0), _number(worst, 3)]
         if is_diverged(line[name], diverged):
-            overall, mean, std, worst = "diverged", "-", "-", "-"
-        rows.append(f"{name.removeprefix(f'{split}_'):<{width}}{overall:>11}{mean:>7}{std:>6}{worst:>11}")
-    return "\n".join(rows)
+            cells = ["diverged", "-", "-", "-"]
+        rows.append((name.removeprefix(f"{split}_"), *cells))
+    every = [(split, "all", "mean", "std", "worst 10%"), *rows]
+    widths = [max(least, *(len(row[i]) + 1 for row in every)) for i, least in enumerate((width, 11, 7, 6, 11))]
+    head, *body = (
+        f"{row[0]:<{widths[0]}}" + "".join(f"{x:>{n}}" for x, n in zip(row[1:], widths[1:], strict=True)) for row in every
+    )
+    above = f"{'':<{widths[0]}}{'examples':>{widths[1]}}{'over clients':>{widths[2] + widths[3] + 3}}"
+    return "\n".join([head, above, *body])
 
 
 def _best_by_validation(history: Sequence[Line]) -> list[str]:
@@ -173,8 +182,8 @@ def _best_by_validation(history: Sequence[Line]) -> list[str]:
     if line is None or (name := score_name(line)) is None:
         return []
     metric = name.removeprefix("validation_")
-    tested = f", test {metric} {_number(line[f'test_{metric}'], 4)}" if f"test_{metric}" in line else ""
-    return [f"best       round {best}, by validation {metric} {_number(line[name], 4)}{tested}"]
+    tested = f", test {metric} {_number(line[f'test_{metric}'])}" if f"test_{metric}" in line else ""
+    return [f"best       round {best}, by validation {metric} {_number(line[name])}{tested}"]
 
 
 def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None:
@@ -229,5 +238,5 @@ def _series(history: Sequence[Line], name: str) -> tuple[list[int], list[float]]
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _number(value: float | None, digits: int = 4, beside: float = 0.0) -> str:
+    return "-" if value is None else shown_number(value, beside=beside, digits=digits)

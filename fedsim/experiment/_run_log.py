@@ -16,7 +16,7 @@ from fedsim.experiment._metrics_file import MetricsFile
 from fedsim.experiment._report import draw_learning_curve
 from fedsim.experiment._writers import Writer, open_writers
 from fedsim.plots import plot_nodes, plot_progress, plot_timeline
-from fedsim.run_files import scalar_metrics
+from fedsim.run_files import scalar_metrics, shown_number
 from fedsim.samplers import Sampler
 from fedsim.systems import ClockedSampler, ScheduledSampler
 
@@ -141,7 +141,7 @@ class RunLog:
         for name in ("loss", "validation_accuracy", "test_accuracy"):
             value = next((line[name] for line in reversed(self.history[-1000:]) if line.get(name) is not None), None)
             if value is not None:
-                shown[name] = f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
+                shown[name] = shown_number(value, digits=3)
         return shown
 
     def draw(self, folder: Path, title: str, sampler: Sampler) -> None:

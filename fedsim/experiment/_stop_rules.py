@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from fedsim import checks
 from fedsim.experiment._lines import Line, is_better
 from fedsim.names import make
-from fedsim.run_files import megabytes_of, scalar_metrics
+from fedsim.run_files import megabytes_of, scalar_metrics, shown_number
 
 _SPLIT = "validation"
 
@@ -65,7 +65,7 @@ class NoBetter:
             return None
         some = "1 evaluation" if self.evaluations == 1 else f"{self.evaluations} evaluations"
         value = lines[best][f"{_SPLIT}_{self.metric}"]
-        shown = "no finite value" if value is None else f"{value:.4f} after round {lines[best]['round']} is the best"
+        shown = "no finite value" if value is None else f"{shown_number(value)} after round {lines[best]['round']} is the best"
         return f"no better {_SPLIT} {self.metric} in {some}, {shown}"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.metrics._examples import in_top_k, predicted_class
-from fedsim.metrics._statistics import Better, Examples, Mean, Sum
+from fedsim.metrics._statistics import Better, Examples, Mean, Sum, array_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,8 @@ class _Exponential(Mean):
     better = "lower"
 
     def result(self) -> Any:
-        return jnp.exp(super().result())
+        with np.errstate(over="ignore"):  # from 709.8 on, and in float32 from 88.8 on
+            return array_module(self).exp(super().result())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,11 @@ class FederatedAlgorithm(Protocol):
         ...
 
     @property
+    def capabilities(self) -> Any:
+        """See `fedsim.Capabilities`."""
+        ...
+
+    @property
     def averaging(self) -> float | None:
         """The decay of the average of the server's parameters; None computes no average."""
         ...

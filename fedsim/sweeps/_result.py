@@ -23,7 +23,7 @@ from fedsim.experiment.driving import (
     score_name,
     split_and_metric,
 )
-from fedsim.run_files import scalar_metrics
+from fedsim.run_files import scalar_metrics, shown_number
 from fedsim.sweeps._grid import Setting
 
 _LOSS = "training loss"
@@ -187,5 +187,8 @@ def _spread(members: Sequence[SweepMember], name: str) -> str:
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values):
         return "-"
-    mean = f"{statistics.fmean(numbers):.4f}"
-    return mean if len(numbers) == 1 else f"{mean} ± {statistics.stdev(numbers):.4f}"
+    mean = statistics.fmean(numbers)
+    if len(numbers) == 1:
+        return shown_number(mean)
+    deviation = statistics.stdev(numbers)
+    return f"{shown_number(mean, beside=deviation)} ± {shown_number(deviation, beside=mean)}"

@@ -311,6 +311,7 @@ class Server:
         self.waiting, self.memory = list(state["waiting"]), copy.deepcopy(state["memory"])
         self.reserved, self._late = set(state["reserved"]), list(state.get("late", []))
         self._events = [(time, kind == "timer", cause, kind, payload) for time, cause, kind, payload in state["events"]]
+        heapq.heapify(self._events)
         self._busy_until, self._next_round = dict(state["busy_until"]), dict(state.get("next_round", []))
         dispatches = [*self.in_flight.values(), *self._given_up.values(), *self.buffer]
         self._sending = {dispatch.client for dispatch in dispatches if dispatch.arrives}

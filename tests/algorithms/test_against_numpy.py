@@ -104,6 +104,18 @@ def test_half_precision_gradients_are_summed_in_float32():
     assert w.dtype == jnp.bfloat16 and float(w) == -1.0
 
 
+@pytest.mark.parametrize("name", ["SCAFFOLD", "FedDyn", "FedDC", "Scaffnew", "FedAdagrad", "FedAdam", "FedYogi"])
+def test_sums_over_rounds_need_parameters_of_float32(name):
+    model = federation.model()
+    halved = dataclasses.replace(model, init=lambda key: jax.tree.map(lambda x: x.astype(jnp.float16), model.init(key)))
+    algorithm = getattr(fedsim.algorithms, name)(**settings() | {"model": halved})
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.raises(ValueError, match=f"{name} needs parameters of at least float32, got float16: it keeps sums over rounds"),
+    ):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+
+
 def test_fedavgm():
     algorithm = fedsim.algorithms.FedAvgM(server_learning_rate=SERVER_RATE, momentum=0.8, **settings())
     state, w, b, cohorts = start_and_cohorts(algorithm)

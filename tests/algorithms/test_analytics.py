@@ -1,6 +1,7 @@
 """Histograms, quantiles and heavy hitters over clients agree with NumPy on all data, within their documented bounds."""
 
 import dataclasses
+import functools
 
 import federation
 import jax
@@ -195,6 +196,21 @@ def test_integers_that_a_device_would_wrap_are_refused(wrong):
         data = fedsim.FederatedData.from_arrays({"y": np.append(values, wrong)}, sizes=[3, 2])
         with pytest.raises(ValueError, match=f"'y' of int64 contains {wrong}, which does not fit into int32"):
             iterate(algorithm, data, 1)
+
+
+@pytest.mark.parametrize("name", ["Histogram", "Quantiles"])
+def test_whole_numbers_that_float32_rounds_are_refused(name):
+    """16,777,217 would be counted as 16,777,216."""
+    data = fedsim.FederatedData.from_arrays({"x": np.array([2**24 - 1, 2**24, 2**24 + 1], np.int32)}, sizes=[2, 1])
+    make = functools.partial(getattr(algorithms, name), low=2.0**24 - 2)
+    with pytest.raises(ValueError, match=f"{name} reads 'x' as float32, .* got 16777215 to 16777217: subtract a constant"):
+        iterate(make(high=2.0**24 + 2, bins=2), data, 1)
+    below = fedsim.FederatedData.from_arrays({"x": data.columns["x"] - 1}, sizes=[2, 1])
+    state = iterate(make(high=2.0**24, bins=2), below, 1)
+    if name == "Histogram":
+        assert state.counts.tolist() == [0, 1, 2, 0]
+    with pytest.raises(ValueError, match=f"{name} needs edges that differ in float32, got . from 16777216.0 to 16777216.0"):
+        iterate(getattr(algorithms, name)(low=2.0**24, high=2.0**24 + 1, bins=2), population(), 1)
 
 
 def test_heavy_hitters_are_all_items_if_there_are_fewer_than_requested():

@@ -161,6 +161,24 @@ def test_auxiliary_data_do_not_count_in_distances():
     assert float(mean) == pytest.approx(10_000)
 
 
+@pytest.mark.parametrize("attack", [attacks.ALittleIsEnough(z=1.0), attacks.MinMax()])
+def test_colluders_measure_updates_in_half_precision_in_float32(attack):
+    """In bfloat16 the mean of the updates would stop changing after some hundred of them."""
+    x = jnp.asarray(5 + np.random.default_rng(7).normal(size=(300, 2)), jnp.bfloat16)
+    wide, attackers = x.astype(jnp.float32), jnp.arange(300) < 2
+    fold = attack.wrap_aggregator(aggregators.Sum(), attackers)
+    accumulator = fold.zero(x[0], 300)
+    for half in (slice(0, 150), slice(150, 300)):
+        slots = jnp.arange(300, dtype=jnp.int32)[half]
+        more, _ = jax.lax.scan(
+            lambda a, row: (fold.accumulate(a, row[0], jnp.float32(1), row[1]), None), fold.zero(x[0], 300), (x[half], slots)
+        )
+        accumulator = fold.merge(accumulator, more)
+    total, _ = fold.finish_round(accumulator, (), jax.random.key(0))
+    sent = attack.collude(HonestStatistics.of(wide, ~attackers)).astype(jnp.bfloat16)
+    np.testing.assert_allclose((total - wide[2:].sum(axis=0)) / 2, sent.astype(jnp.float32), rtol=1e-3)
+
+
 @pytest.mark.first(2)
 @pytest.mark.parametrize("attack", [attacks.MinMax(), attacks.MinSum("deviation"), attacks.MinMax("sign")])
 def test_attackers_that_know_of_one_client_or_of_none_send_its_update_or_zeros(attack):

@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 from recorded_runs import groups, recorded
 
-from fedsim.comparison import compare, holm, interval, paired_test, power_of, seeds_needed
+from fedsim.comparison import Interval, compare, holm, interval, paired_test, power_of, seeds_needed
 
 
 def test_the_interval_is_that_of_scipy():
@@ -24,6 +24,19 @@ def test_the_interval_is_that_of_scipy():
 def test_there_is_no_interval_of_one_value_or_of_one_that_is_not_finite(values):
     of = interval(values)
     assert of.half_width is None and of.deviation is None and math.isnan(of.mean) == (len(values) != 1)
+
+
+@pytest.mark.parametrize(
+    ("mean", "half_width", "text"),
+    [
+        (2e-5, 3e-6, "2e-05 ± 3e-06"),
+        (0.95, 4e-4, "0.9500 ± 0.0004"),
+        (0.0, 2e-5, "0.0000 ± 2e-05"),
+        (2e-5, 0.01, "0.0000 ± 0.0100"),
+    ],
+)
+def test_small_numbers_are_shown_by_their_digits_unless_a_larger_one_is_beside_them(mean, half_width, text):
+    assert str(Interval(mean, half_width, None, 2)) == text
 
 
 def test_the_paired_test_is_that_of_scipy_over_the_common_seeds():

@@ -41,6 +41,23 @@ def test_decoded_values_and_the_residual_add_up_to_what_was_sent(name):
     assert_trees_close(tree.add(total, memory.residual), jax.tree.map(lambda *x: sum(x), *values), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["TopK", "PowerSGD"])
+def test_residuals_in_half_precision_keep_small_values(name):
+    """In bfloat16, a residual of 1 would not change by 1/1000."""
+    x = {"w": jnp.full([20, 10], 1e-3, jnp.bfloat16).at[0, 0].set(1.0)}
+    feedback, n = ErrorFeedback(CONTRACTIONS[name]), 1500
+    memory, total = feedback.init(x), jnp.zeros([20, 10])
+
+    def step(carry, key):
+        sent = feedback.transmit(x, key, carry[0])
+        assert sent.value["w"].dtype == jnp.bfloat16
+        return (sent.memory, carry[1] + sent.value["w"].astype(jnp.float32)), None
+
+    (memory, total), _ = jax.lax.scan(step, (memory, total), jax.random.split(jax.random.key(0), n))
+    expected = n * np.asarray(x["w"], np.float64)
+    np.testing.assert_allclose(np.asarray(total + memory.residual["w"].astype(jnp.float32), np.float64), expected, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", CONTRACTIONS)
 def test_the_residual_of_a_constant_stays_small_and_its_mean_is_transmitted(name):
     """Without feedback, most of a constant is never transmitted."""

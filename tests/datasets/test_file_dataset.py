@@ -194,6 +194,15 @@ def test_errors_name_the_column_and_the_option(table, tmp_path, options, message
     [
         ("user,x,y\nann,1,0\nbob,,1\nbob,,1\n", {}, r"line 3 and 1 more rows have no value of 'x'.*\(--missing drop\)"),
         ("user,x,y\nann,1,0\nbob,?,1\nbob,2,1\n", {}, r"line 3: column 'x' has '\?' among numbers"),
+        ("user,x,y\nann,1,0\nbob,?,1\nbob,2,1\n", {"features": "x"}, r"line 3: column 'x' has '\?' among numbers.*features="),
+        ("user,x,y\nann,1,2\nbob,1,none\nbob,2,3\n", {}, r"line 3: column 'y' has 'none' among numbers.*task='classification'"),
+        ("user,x,y\nann,1,2\nbob,1,?\nbob,2,3\n", {"task": "regression"}, r"line 3: column 'y' has '\?' among numbers"),
+        ('user,x,y\nann,1,0\nbob,"1,234",1\nbob,"5,678",1\n', {"features": "x"}, "line 3: column 'x' has '1,234'.*, as 1234"),
+        (
+            'user,x,y\nann,1,"-1,234.5"\nbob,2,"5,678"\n',
+            {},
+            "line 2: column 'y' has '-1,234.5' among.*, as -1234.5, or give task",
+        ),
         ("user,x,y\nann,1,0\nbob,inf,1\nbob,2,1\n", {}, "line 3 has an infinite 'x'"),
         ("user,x,y\nann,1,0\nann,2,1\nann,3,1\n", {"split": "by_client"}, "has one client, which cannot be set apart"),
         ("user,x,y\nann,1,0\nbob,2,0\n", {}, "label 'y' has one value only, 0"),
@@ -204,6 +213,19 @@ def test_errors_name_the_line(tmp_path, content, options, message):
     (tmp_path / "a.csv").write_text(content)
     with pytest.raises(ValueError, match=message):
         datasets.load(f"{tmp_path}/a.csv", client="user", **options)
+
+
+def test_texts_that_are_mostly_no_numbers_are_classes_and_categories(tmp_path):
+    lines = [f"{client},{x},{y}" for client in ("ann", "bob") for x, y in [("a", "no"), ("b", "7"), ("3", "yes")] * 5]
+    (tmp_path / "a.csv").write_text("\n".join(["user,x,y", *lines]))
+    found = datasets.load(f"{tmp_path}/a.csv", client="user", features="x")
+    assert found.description.class_names == ["7", "no", "yes"] and found.train.columns["x"].shape[1:] == (3,)
+    # Classes that are mostly numbers are named as such.
+    (tmp_path / "b.csv").write_text(
+        "\n".join(["user,x,y", *(f"ann,{x},{'other' if x == 7 else x % 3}" for x in range(40)), "bob,1,1"])
+    )
+    found = datasets.load(f"{tmp_path}/b.csv", client="user", task="classification", test_fraction=0.1)
+    assert found.description.class_names == ["0", "1", "2", "other"]
 
 
 def test_rows_without_a_value_are_dropped_on_request(tmp_path):

@@ -340,7 +340,6 @@ def test_rounded_mixing_weights_do_not_add_up_over_rounds(name):
         ("DFedAvg", decentralized.complete(30), {"robust_mixing": decentralized.TrimmedMixing(2)}),
         ("StochasticGradientPush", decentralized.complete(300), {}),
         ("RelaySGD", decentralized.line(300), {}),
-        ("D2", decentralized.complete(30), {}),
     ],
 )
 def test_in_half_precision_nodes_that_agree_stay_where_they_are(name, topology, changes):
@@ -349,6 +348,13 @@ def test_in_half_precision_nodes_that_agree_stay_where_they_are(name, topology, 
     numbers, state = numbers_of(algorithm, data, 3)
     assert numbers.dtype == jnp.bfloat16 and state.params["~"]["w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(numbers, np.float32), 5.0)
+
+
+@pytest.mark.parametrize("name", ["D2", "GradientTracking"])
+def test_sums_over_rounds_need_parameters_of_float32(name):
+    algorithm, data = mean_of_numbers(name, np.arange(6), jnp.bfloat16)
+    with pytest.raises(ValueError, match=f"{name} needs parameters of at least float32, got bfloat16: it keeps sums over"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), everyone(0, data))
 
 
 def test_the_order_of_the_cohort_does_not_matter():

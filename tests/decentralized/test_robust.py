@@ -178,6 +178,16 @@ def test_noise_is_added_to_the_clipped_movement():
     assert not np.allclose(noise[0], noise[1])
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_noise_on_half_precision_is_drawn_in_float32(dtype):
+    """The draws of bfloat16 have at most 128 values, and so not the law that ε is computed of."""
+    noise, movement = decentralized.LocalNoise(0.5, norm=2.0), jnp.ones(10_000, dtype)
+    noised = noise(movement, jax.random.key(0))
+    assert noised.dtype == dtype and len(np.unique(np.asarray(noised, np.float32))) > 500
+    wide = noise(movement.astype(jnp.float32), jax.random.key(0))
+    np.testing.assert_array_equal(noised, wide.astype(dtype))
+
+
 def of_labels(loss, name="DPSGD", **changes):
     """Returns an algorithm on a ring with another loss, a function of the algorithm's and the label of a node's examples."""
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim.evaluation import _evaluate
+from fedsim.evaluation import Evaluation, _evaluate
 from fedsim.execution import _placement
 from fedsim.planning import collectives_in
 
@@ -204,3 +204,17 @@ def test_the_metrics_of_a_model_do_not_change_and_copies_are_without_programs():
         assert copied.metrics == model.metrics and type(copied.metrics) is type(model.metrics)
     more = dataclasses.replace(model, metrics={**model.metrics, "one": given["one"]})
     assert fedsim.evaluate(more, params, data).overall == {"zero": 0, "one": 1}
+
+
+@pytest.mark.parametrize(("lower", "worst"), [(False, 0.0), (True, 0.9)])
+def test_values_that_are_not_finite_are_the_worst(lower, worst):
+    """A sort puts NaN last, which is the best place for an accuracy."""
+    values = np.linspace(0.0, 0.9, 10)
+
+    def of(x):
+        evaluation = Evaluation({}, {"m": fedsim.metrics.Mean(x, np.ones(len(x)))})
+        return evaluation.over_clients("m", lower_is_better=lower)
+
+    assert of(values)["worst 10%"] == worst
+    assert np.isnan(of(np.append(values, np.nan))["worst 10%"])
+    assert np.isnan(of(np.append(values, [np.nan] * 10))["worst 10%"])

@@ -77,7 +77,23 @@ def test_a_table_says_diverged_instead_of_an_enormous_number():
     rows = {row.split()[0]: row.split()[1:] for row in closing_table([line], **fields, warning="...").splitlines() if row}
     assert rows["loss"] == ["diverged", "-", "-", "-"] and rows["accuracy"] == ["0.1000", "-", "-", "-"]
     large = closing_table([line | {"test_loss": 3e6}], **fields)  # the loss of a regression
-    assert "3000000.0000" in large
+    assert "3e+06" in large
+
+
+def test_large_and_small_numbers_are_shown_in_columns_of_their_own():
+    fields = dict(round=1, rounds=1, seconds=1.0, rate=0.004, devices="1 x cpu", written=[])
+    over = {
+        "test_perplexity_clients_mean": 123.456,
+        "test_perplexity_clients_std": 234.567,
+        "test_perplexity_clients_worst10": 9876.5,
+    }
+    small = {"test_loss": 2.34e-5, "test_loss_clients_mean": 1.2e-5, "test_loss_clients_std": 4.5e-6}
+    text = closing_table([{"round": 1, "test_perplexity": 321.5} | over | small], **fields)
+    rows = {row.split()[0]: row.split()[1:] for row in text.splitlines() if row}
+    assert rows["perplexity"] == ["321.5000", "123.456", "234.567", "9876.5"]
+    assert rows["loss"] == ["2.34e-05", "1.2e-05", "4.5e-06", "-"]
+    assert len({len(row) for row in text.splitlines() if row.startswith(("perplexity", "loss", "test "))}) == 1
+    assert "0.004 rounds/s" in text
 
 
 @pytest.mark.parametrize(("losses", "expected"), [([2.0, 3.0, 6.0, 7.0], True), ([2.0, 6.0, 7.0, 1.0], False), ([2.0], False)])

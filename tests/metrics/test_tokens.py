@@ -158,3 +158,11 @@ def test_language_models_report_rates():
     assert (right.total.item(), right.weight.item()) == (4, 4)
     assert characters["accuracy"]({"y": joined}, np.eye(IDS, dtype=np.float32)[joined]).weight.item() == 2
     assert dataclasses.replace(small, metrics=METRICS).metrics == METRICS
+
+
+def test_the_perplexity_on_the_host_is_computed_in_float64():
+    """In float32 the exponential is infinite from 88.8 on."""
+    total, weight = np.array([300.0, 3000.0, 0.0]), np.array([3.0, 3.0, 0.0])
+    statistic = metrics.Perplexity()({"y": np.zeros([1, 2], np.int32)}, np.zeros([1, 2, 3], np.float32))
+    result = type(statistic)(total, weight).result()
+    np.testing.assert_allclose(result, [np.exp(100.0), np.inf, np.nan], rtol=1e-12)

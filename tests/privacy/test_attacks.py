@@ -127,6 +127,22 @@ def test_images_are_found_from_a_gradient_and_not_with_noise_or_from_several_ste
     assert error(local_steps(params, IMAGES, 20)) < error(exact) - 4
 
 
+def test_images_without_an_update_stay_finite_and_the_length_of_updates_does_not_matter():
+    """The derivative of the root of a norm is infinite at 0, and the product of two small norms is 0."""
+    weights = jax.random.normal(jax.random.key(0), [16, 5])
+    image = jax.random.uniform(jax.random.key(1), [1, 4, 4, 1])
+    options = dict(shape=image.shape, key=jax.random.key(2), steps=20, total_variation=0.0)
+    dead = attacks.invert(lambda x: jnp.maximum(x.reshape(16) - 2, 0), jnp.ones(16), **options)
+    assert bool(jnp.isfinite(dead).all())
+    found, of_small = (
+        attacks.invert(
+            lambda x, s=s: s * jnp.tanh(x.reshape(16) @ weights), s * jnp.tanh(image.reshape(16) @ weights), **options
+        )
+        for s in (1.0, 2.0**-40)
+    )
+    np.testing.assert_allclose(found, of_small, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_the_inputs_of_a_dense_layer_are_exact_for_one_example_and_not_after_several_steps():
     params = network()

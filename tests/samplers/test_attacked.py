@@ -32,6 +32,7 @@ def test_the_attackers_have_names():
     assert sorted(attacked.attacker_ids) == sorted(ids) and len(ids) == 10
     assert attackers_of(samplers.Stragglers(attacked, epochs=2)) == f"10 of 1000 clients: {', '.join(attacked.attacker_ids)}"
     assert attackers_of(make(every_round=True)[1]) == "20% of each cohort, drawn anew in every round"
+    assert attackers_of(make(every_round=True, fraction=0.004, clients=500)[1]).startswith("0.4% of each cohort")
     assert attackers_of(make()[0]) is None
     table = closing_table(
         [], round=1, rounds=1, seconds=1.0, rate=None, devices="1 x cpu", written=[], attackers=attackers_of(attacked)

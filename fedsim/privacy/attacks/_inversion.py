@@ -73,13 +73,16 @@ def invert(
     boundaries = {int(steps * part): 0.1 for part in (0.375, 0.625, 0.875)}
     optimizer = optax.adam(optax.piecewise_constant_schedule(learning_rate, boundaries))
 
+    def of_length_one(update: Any) -> Any:
+        squares = tree.squared_norm(update)
+        return tree.scale(update, jax.lax.rsqrt(jnp.where(squares == 0, 1, squares)))  # The derivative is infinite at 0.
+
     def objective(images: jax.Array) -> jax.Array:
         update = update_of(images)
         if distance == "squared":
             far = tree.squared_norm(tree.subtract(update, observed))
         else:
-            length = jnp.sqrt(tree.squared_norm(update) * tree.squared_norm(observed))
-            far = 1 - tree.dot(update, observed) / jnp.maximum(length, jnp.finfo(jnp.float32).tiny)
+            far = 1 - tree.dot(of_length_one(update), of_length_one(observed))
         down, right = jnp.diff(images, axis=1), jnp.diff(images, axis=2)
         return far + total_variation * sum(jnp.mean(jnp.abs(x)) if x.size else 0.0 for x in (down, right))
 
