@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -65,8 +66,10 @@ class RunFolder:
         settings: Mapping[str, Any],
         devices: str,
         code: Mapping[str, str],
-    ) -> None:
+    ) -> IO[str]:
         """Creates the folder and writes ``config.json``, or checks that an existing folder holds the same run.
+
+        Returns the folder's `lock`, which nothing else has held since the check.
 
         A folder in which no round was finished counts as new: for example, after an error in the first round. It is said if
         packages, settings of JAX or the kind of device are others than those of the rounds before.
@@ -100,7 +103,9 @@ class RunFolder:
             ) from error
         environment = {"devices": devices, "versions": versions(), "jax_settings": jax_settings()}
         stored = {**run, "settings": dict(settings), **environment, "code": dict(code), "ended": None}
-        with self.lock():  # A run in its first round has finished no round, but its folder is in use.
+        with contextlib.ExitStack() as on_error:
+            # A run in its first round has finished no round, but its folder is in use.
+            lock = on_error.enter_context(self.lock())
             if self.config.exists():
                 known = read_config(self.path)
                 self._compare(run, known, code)
@@ -115,6 +120,8 @@ class RunFolder:
                 elif "earlier" in known:
                     stored["earlier"] = known["earlier"]
             write_signed(self.config, stored)
+            on_error.pop_all()
+        return lock
 
     def record_end(self, *, round: int, rule: str | None = None, reason: str | None = None) -> None:
         """Writes into ``config.json`` why the run has no more rounds; `initialize` deletes it.

@@ -21,7 +21,7 @@ import fedsim
 from fedsim.aggregators import CentredClipping, Compressed, Mean, TrimmedMean
 from fedsim.experiment import _environment, read_config, run
 from fedsim.experiment._environment import changed_code, code_of
-from fedsim.experiment._folder import _differences
+from fedsim.experiment._folder import RunFolder, _differences
 from fedsim.experiment._identity import describe
 from fedsim.names import import_reference, imported_module
 
@@ -374,3 +374,40 @@ def test_a_folder_whose_run_is_in_its_first_round_refuses_another_run(arguments,
     refused = []
     run(**{**arguments, "sampler": Meanwhile(arguments["sampler"].data, clients=3, seed=7)}, folder=tmp_path / "r")
     assert refused == ["examples"]
+
+
+def test_a_folder_whose_run_computes_its_initial_state_refuses_another_run(arguments, make_algorithm, tmp_path):
+    """The folder is locked from the check of its configuration on, also while the initial state is computed."""
+
+    class Slow(fedsim.algorithms.FedAvg):
+        def init(self, key):
+            if not isinstance(key, jax.core.Tracer):
+                with pytest.raises(ValueError, match="is in use by another run"):
+                    run(**{**arguments, "rounds": 5}, folder=tmp_path / "r")
+                refused.append(read_config(tmp_path / "r")["config"]["rounds"])
+            return super().init(key)
+
+    refused = []
+    given = dict(model=arguments["algorithm"].model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
+    run(**{**arguments, "algorithm": Slow(**given, execution=fedsim.Jit())}, folder=tmp_path / "r")
+    assert refused == [12] and read_config(tmp_path / "r")["config"]["rounds"] == 12
+
+
+@pytest.mark.parametrize("when", ["the initial state", "the last evaluation"])
+def test_an_error_before_the_first_round_unlocks_the_folder(arguments, make_algorithm, tmp_path, when):
+    def fail(state):
+        raise RuntimeError("The evaluation failed.")
+
+    class Failing(fedsim.algorithms.FedAvg):
+        def init(self, key):
+            assert isinstance(key, jax.core.Tracer), "The initial state failed."
+            return super().init(key)
+
+    given = dict(model=arguments["algorithm"].model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
+    changed = {"algorithm": Failing(**given, execution=fedsim.Jit())}
+    if when == "the last evaluation":
+        run(**{**arguments, "test_data": None}, folder=tmp_path / "r", config={"name": "a"})
+        changed = {"evaluate": fail}
+    with pytest.raises((RuntimeError, AssertionError), match="failed"):
+        run(**{**arguments, **changed}, folder=tmp_path / "r", config={"name": "a"})
+    RunFolder(tmp_path / "r").lock().close()
