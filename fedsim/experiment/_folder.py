@@ -171,6 +171,8 @@ class RunFolder:
         drawn = stored.get("population", {}).get("dataset") or with_seed(config.dataset, 0)
         if (stored["config"], drawn) != (json.loads(json.dumps(dataclasses.asdict(config))), config.drawn_dataset):
             return False  # The run then raises an error that names the differences.
+        if "ended" in stored and stored["ended"] is None:  # The process was killed before it wrote the last files.
+            return False
         saved = not Checkpoints.available() or last in Checkpoints(self.checkpoints).rounds()
         return saved and ((self.path / "learning_curve.png").exists() or importlib.util.find_spec("matplotlib") is None)
 

@@ -287,8 +287,8 @@ class Run(Rounds):
 
     def _write_clients(self, path: Path) -> None:
         """Writes a row for each client of the test data, if the evaluation has results for each of them."""
-        if self.evaluation is None and self.position == self.rounds and not distributed.from_first(path.exists()):
-            self.evaluation = self.evaluate()  # The process that evaluated the last round was killed.
+        if self.evaluation is None and self.position == self.rounds:
+            self.evaluation = self.evaluate()  # The process that evaluated the last round may not have written the file.
         if not distributed.is_first():
             return
         evaluation, data = self.evaluation, self._test_data

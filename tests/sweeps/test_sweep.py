@@ -22,6 +22,7 @@ import pytest
 
 from fedsim import datasets, experiment, sweeps
 from fedsim.commands import main
+from fedsim.comparison import read_runs
 from fedsim.configuration import build_members
 from fedsim.data import population_identity
 from fedsim.execution import _members, _memory
@@ -639,6 +640,19 @@ def test_a_member_that_was_interrupted_between_evaluations_is_not_finished(tmp_p
     run_experiment(build(config, settings), config, settings, progress=False, callbacks=[interrupt])
     result = sweeps.sweep(config, Settings(folder=str(tmp_path / "s"), progress=False), {"client_learning_rate": [0.1]})
     assert [(member.line["round"], "test_accuracy" in member.line) for member in result.members] == [(4, True)]
+
+
+def test_a_member_that_was_killed_before_its_last_files_gets_them(tmp_path, no_pictures, monkeypatch):
+    config = RunConfig(model="digits_logistic", rounds=4, clients=2, evaluate_every=2, stop_when="spent(megabytes=0.01)")
+    arguments = config, Settings(folder=str(tmp_path / "s"), progress=False), {"client_learning_rate": [0.1]}
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "draw", lambda self: self.log.draw(self.paths.path, "", self.sampler))  # those of an earlier signal
+        sweeps.sweep(*arguments)
+    (run,) = read_runs(tmp_path / "s")
+    assert not run.is_finished and run.round == 2 and not (run.folder / "clients.csv").exists()
+    assert len(sweeps.sweep(*arguments).members) == 1
+    (run,) = read_runs(tmp_path / "s")
+    assert run.is_finished and run.ended["round"] == 2 and (run.folder / "clients.csv").exists()
 
 
 def test_a_sweep_does_not_continue_with_other_code(tmp_path, capsys):
