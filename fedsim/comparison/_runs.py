@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.names import better_by_name
-from fedsim.run_files import SPLITS, USUAL_METRICS, History, metric_lines, scalar_metrics
+from fedsim.run_files import SPLITS, USUAL_METRICS, History, metric_lines, scalar_metrics, with_present_names
 
 # They differ between seeds, also in runs that were started in Python.
 _OF_THE_SEED = ("seed", "root_key", "cohorts (hash)")
@@ -273,8 +273,8 @@ def _read_run(folder: Path, sweep: Mapping[str, Sequence[Any]]) -> RecordedRun:
     size = math.prod(map(len, sweep.values())) if sweep else 0
     try:
         stored = json.loads((folder / "config.json").read_bytes().decode("utf-8-sig"))
-        config = dict(stored["config"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        config = dict(with_present_names(stored)["config"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         problem = f"config.json cannot be read ({type(error).__name__})"
         return RecordedRun(folder=folder, fields={}, seed="-", rounds=None, history=[], problem=problem)
     problem = ""

@@ -368,8 +368,8 @@ def from_leaves(leaves: Mapping[str, np.ndarray], like: State) -> State:
         stored, shape, dtype = leaves[name], np.shape(leaf), np.dtype(leaf.dtype)
         if stored.shape != shape or stored.dtype != dtype:
             raise ValueError(
-                f"The checkpoint belongs to another algorithm or model: {name or 'the state'} is {stored.dtype}{list(stored.shape)} in the "
-                f"checkpoint and {dtype}{list(shape)} in this run."
+                f"The checkpoint belongs to another algorithm or model: {name or 'the state'} is "
+                f"{stored.dtype}{list(stored.shape)} in the checkpoint and {dtype}{list(shape)} in this run."
             )
         restored.append(jax.numpy.asarray(stored))
     return jax.tree.unflatten(treedef, restored)

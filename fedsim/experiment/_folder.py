@@ -22,7 +22,8 @@ from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._environment import changed_code, jax_settings, versions
 from fedsim.experiment._metrics_file import read_metrics
 from fedsim.experiment._stop_rules import stop_rules
-from fedsim.experiment._trust import rewrite, write_signed
+from fedsim.experiment._trust import is_signed, rewrite, signed, write_signed
+from fedsim.run_files import with_present_names
 from fedsim.text_files import read_json
 
 _POPULATIONS = ("population", "test population", "validation population")
@@ -247,7 +248,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     path = RunFolder(Path(folder)).config
     try:
-        return read_objects(path, "config", "settings")
+        return _with_present_names(read_objects(path, "config", "settings"))
     except OSError as error:
         raise ValueError(f"There is no run in {folder}: cannot read {path} ({type(error).__name__}).") from error
 
@@ -301,7 +302,13 @@ def read_sweep(folder: str | Path) -> dict[str, Any] | None:
         raise FormatError(f"{path} has differing={differing!r}: expected pairs of objects. Restore it, or start a new sweep.")
     if stored.get("how") not in (None, *get_args(How)):
         raise FormatError(f"{path} has how={stored['how']!r}: restore it, or start a new sweep.")
-    return stored
+    return _with_present_names(stored)
+
+
+def _with_present_names(stored: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of a file by the present names of options. If this user has written it, it is signed again."""
+    present = with_present_names(stored)
+    return signed(present) if present != stored and is_signed(stored) else present
 
 
 def stored_run(folder: str | Path, stored: Mapping[str, Any]) -> tuple[RunConfig, Settings]:
