@@ -528,7 +528,7 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Returns the config in ``config.json``.
+        """Returns the config in ``config.json``, as `fedsim.experiment.read_config` returns it.
 
         Raises:
           ValueError: this version of fedsim does not have one of the fields, or a value is out of its range.
@@ -667,7 +667,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Settings:
-        """Returns the settings in ``config.json``.
+        """Returns the settings in ``config.json``, as `fedsim.experiment.read_config` returns them.
 
         Raises:
           ValueError: this version of fedsim does not have one of the fields, or a value is out of its range.

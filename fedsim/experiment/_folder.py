@@ -227,7 +227,7 @@ def resume_command(folder: str | Path) -> str:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Reads the ``config.json`` of a run folder.
+    """Reads the ``config.json`` of a run folder. Options have the names that they have in this version.
 
     The configuration may name Python code (``FILE.py:CLASS``), which `build` runs: look at a folder that you did not write.
 
@@ -273,6 +273,8 @@ def is_sweep(folder: str | Path) -> bool:
 
 def read_sweep(folder: str | Path) -> dict[str, Any] | None:
     """Returns the content of ``sweep.json``: config, varied, seeds, how, settings; None if the folder has none.
+
+    Options have the names that they have in this version, except those that are varied.
 
     Raises:
       ValueError: the file cannot be read.
