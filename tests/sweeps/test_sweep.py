@@ -676,6 +676,29 @@ def test_a_setting_without_a_finite_evaluation_is_not_the_best():
     assert table[2].split() == ["9.0", "2", "-"] and table[-1].startswith("best  rate=0.1: accuracy 0.6000")
 
 
+@pytest.mark.parametrize(
+    ("accuracies", "last"),
+    [
+        (
+            {0.1: [0.5, 0.7], 9.0: [0.9]},
+            ["best  rate=0.1: accuracy 0.6000", "left out  rate=9.0: accuracy 0.9000 (1 of 2 seeds"],
+        ),
+        ({0.1: [0.5, 0.7], 9.0: [0.4]}, ["best  rate=0.1: accuracy 0.6000"]),
+        ({0.1: [0.5], 9.0: [0.9]}, ["best  rate=9.0: accuracy 0.9000"]),
+        ({0.1: [0.5, None], 9.0: [0.4]}, ["best  none: every setting with 2 finished seeds", "left out  rate=9.0: accuracy"]),
+    ],
+)
+def test_the_best_setting_is_one_whose_seeds_did_not_fail(accuracies, last):
+    members = [
+        sweeps.SweepMember(setting={"rate": rate}, seed=seed, folder=Path("f"), line={"round": 1, "test_accuracy": value})
+        for rate, values in accuracies.items()
+        for seed, value in enumerate(values)
+    ]
+    table = sweeps.SweepResult(members=members, folder=Path("f")).table()
+    lines = [line for line in table.partition("\n\n")[2].splitlines() if not line.startswith("edge")]
+    assert len(lines) == len(last) and all(map(str.startswith, lines, last)), table
+
+
 def _table(values, diverged=()):
     """The table of a sweep with a member for each value: ``name=value`` to its test loss and accuracy."""
     members = [
