@@ -105,8 +105,8 @@ def bisect(folder: str | Path, other: str | Path | None = None) -> Finding:
         found, why = only, f"they were not of the same data, not by the same metrics, or {why}"
     return Finding(
         round=known,
-        text=f"{found}, and both runs give the same state up to this round if they run again here, from round {start}. So {why}."
-        f"{_environments(folder, other)}",
+        text=f"{found}, and both runs give the same state up to this round if they run again here, from round {start}. "
+        f"So {why}.{_environments(folder, other)}",
     )
 
 
