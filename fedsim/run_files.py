@@ -39,13 +39,7 @@ def with_present_names(stored: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(stored.get("settings"), Mapping):
         present["settings"] = _renamed(stored["settings"], memory="example_storage")
     if differing := stored.get("differing"):
-        # The fields of a pair are those that differ from the ones above.
-        changed = [(names, _present_config({**config, **fields})) for names, fields in differing]
-        own = present["config"]
-        present["differing"] = [
-            [names, {name: value for name, value in fields.items() if name not in own or value != own[name]}]
-            for names, fields in changed
-        ]
+        present["differing"] = [[names, _present_fields(config, names, fields)] for names, fields in differing]
     return present
 
 
@@ -60,6 +54,16 @@ def _present_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if given := ", ".join(f"{name}={fields[name]!r}" for name in names if name in fields):
         present["client_schedule"] = f"{schedule}({given})"
     return present
+
+
+def _present_fields(config: Mapping[str, Any], names: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that differ from a configuration with some varied values, by present names: a schedule is a whole."""
+    base, present = _present_config(config), _present_config({**config, **names, **fields})
+    return {
+        name: value
+        for name, value in present.items()
+        if name in fields or (name not in names and (name not in base or value != base[name]))
+    }
 
 
 def _renamed(values: Mapping[str, Any], **names: str) -> dict[str, Any]:

@@ -136,7 +136,8 @@ class SweepResult:
         split, metric = split_and_metric(name)
         left_out = []
         if mean_score(better) > mean_score(own):
-            shown = f"{metric} {_spread(better, name)} ({len(better)} of {most} seeds finished)"
+            seeds = len({member.seed for member in self.members})
+            shown = f"{metric} {_spread(better, name)} ({len(better)} of {seeds} seeds finished)"
             left_out = [f"left out  {_text(better[0].setting)}: {shown}"]
         if mean_score(own) == -math.inf:
             which = f"every setting with {most} finished seeds" if left_out else "every setting"

@@ -458,6 +458,10 @@ def test_a_sweep_with_former_names_of_options_is_the_same_sweep(tmp_path):
     schedule = "exponential(decay=0.1, every=10, staircase=False)"
     expected = {"algorithm": "scaffold", "hyperparameters": {"control_variate": "I"}, "client_schedule": schedule}
     assert stored["differing"] == [[{"algorithm": "fedavg"}, {}], [{"algorithm": "scaffold"}, expected]]
+    # Also of fields that have the value of the configuration, as those of a sweep in Python may have.
+    present = {**stored, "differing": [[{"algorithm": "scaffold"}, {"rounds": config["rounds"], "hyperparameters": {}}]]}
+    (tmp_path / "sweep.json").write_text(json.dumps(present))
+    assert read_sweep(tmp_path) == present
 
 
 def test_former_names_of_options_are_names_of_own_algorithms_and_of_python(tmp_path):
