@@ -1,4 +1,4 @@
-"""Metrics in a run folder, read without JAX: the lines of ``metrics.jsonl``, and the rounds, seconds and bytes so far."""
+"""What a run folder has, read without JAX: former names of options, the metrics, and the rounds, seconds and bytes so far."""
 
 from __future__ import annotations
 
@@ -14,6 +14,60 @@ History = Sequence[Mapping[str, Any]]
 SPLITS = ("validation", "test")
 # By the first of these that an evaluation has, it is ranked.
 USUAL_METRICS = ("personal_accuracy", "accuracy", "loss")
+
+
+# The options that the text of a learning-rate schedule has, and that were fields of their own.
+_SCHEDULES = {"linear": ("end",), "cosine": ("end",), "exponential": ("decay", "every", "staircase")}
+
+
+def with_present_names(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the file of a run or a sweep by the names that options have now: earlier versions wrote others.
+
+    What a run that was started in Python has recorded is unchanged, because its names are those of its program.
+
+    Args:
+      stored: the content of ``config.json`` or ``sweep.json``.
+
+    >>> config = {"client_schedule": "cosine", "client_schedule_end": 0.1, "client_devices": "2", "hyperparameters": {}}
+    >>> with_present_names({"config": config, "settings": {"memory": "stream"}})["config"]
+    {'client_schedule': 'cosine(end=0.1)', 'step_seconds': '2', 'hyperparameters': {}}
+    """
+    config = stored["config"]
+    if not isinstance(config.get("hyperparameters"), Mapping):
+        return dict(stored)
+    present = {**stored, "config": _present_config(config)}
+    if isinstance(stored.get("settings"), Mapping):
+        present["settings"] = _renamed(stored["settings"], memory="example_storage")
+    if differing := stored.get("differing"):
+        present["differing"] = [[names, _present_fields(config, names, fields)] for names, fields in differing]
+    return present
+
+
+def _present_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    schedule, present = config.get("client_schedule"), _renamed(config, client_devices="step_seconds")
+    if str(config.get("algorithm")).lower() == "scaffold":
+        present["hyperparameters"] = _renamed(config["hyperparameters"], option="control_variate")
+    fields = {
+        name.removeprefix("client_schedule_"): present.pop(name) for name in config if name.startswith("client_schedule_")
+    }
+    names = _SCHEDULES.get(schedule, ()) if isinstance(schedule, str) else ()
+    if given := ", ".join(f"{name}={fields[name]!r}" for name in names if name in fields):
+        present["client_schedule"] = f"{schedule}({given})"
+    return present
+
+
+def _present_fields(config: Mapping[str, Any], names: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that differ from a configuration with some varied values, by present names: a schedule is a whole."""
+    base, present = _present_config(config), _present_config({**config, **names, **fields})
+    return {
+        name: value
+        for name, value in present.items()
+        if name in fields or (name not in names and (name not in base or value != base[name]))
+    }
+
+
+def _renamed(values: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def metric_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:

@@ -24,6 +24,8 @@ Leaves = dict[str, np.ndarray]
 
 # The list of the files of a checkpoint.
 FILES = "files.json"
+# orbax refuses to write no array. The name is no path in a state: "" is that of a state that is one array.
+_NONE = "(none)"
 _BLOCK_BYTES = 2**24
 # Of safetensors; names of JAX, which has bfloat16.
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -155,7 +157,7 @@ def write_arrays(path: Path, leaves: Mapping[str, Any]) -> None:
     together = any(map(distributed.is_divided, leaves.values()))
 
     def save() -> None:
-        _orbax(together=together).save(path, leaves or {"": np.zeros(1)}, force=True)
+        _orbax(together=together).save(path, leaves or {_NONE: np.zeros(1)}, force=True)
 
     def complete() -> None:
         sync_files(path)
@@ -189,7 +191,7 @@ def read_arrays(path: Path) -> Leaves:
     orbax, how = _orbax(), {}
     if (path / "_sharding").exists():  # Otherwise orbax looks for the devices that wrote the arrays.
         how["restore_args"] = {name: _as_numpy() for name in _names(orbax.metadata(path.absolute()))}
-    return {name: np.asarray(leaf) for name, leaf in orbax.restore(path.absolute(), **how).items() if name}
+    return {name: np.asarray(leaf) for name, leaf in orbax.restore(path.absolute(), **how).items() if name != _NONE}
 
 
 def is_complete(path: Path) -> bool:

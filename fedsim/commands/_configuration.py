@@ -340,6 +340,8 @@ def _several_values(arguments: list[str], options: Mapping[str, Option]) -> tupl
 
     >>> _several_values(["--rate=0.1,1", "--size", "3"], {"rate": Option("", float, 1.0, ""), "size": Option("", int, 1, "")})
     (['--rate=0.1', '--size', '3'], {'rate': [0.1, 1.0]})
+    >>> _several_values(["--rate", "0.1,1", "--rate", "3"], {"rate": Option("", float, 1.0, "")})
+    (['--rate', '0.1', '--rate', '3'], {})
     """
     numbers = {
         f"--{name.replace('_', '-')}": (name, kind)
@@ -353,6 +355,8 @@ def _several_values(arguments: list[str], options: Mapping[str, Option]) -> tupl
         name, equals, text = argument.partition("=") if argument.startswith("--") else (option, "", argument)
         option = argument
         field, kind = numbers.get(name.replace("_", "-"), (None, None))
+        if field:
+            varied.pop(field, None)  # Of an option that is given again, the last value counts.
         if field and kind and (drawn := Range.read(text, whole=kind is int)):
             varied[field] = drawn
             first = str(drawn.value(0))

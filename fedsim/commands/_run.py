@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from pathlib import Path
 
@@ -33,13 +34,14 @@ def main(arguments: list[str]) -> int:
 
 
 def with_folder(config: RunConfig, settings: Settings, differing: Differing = (), *, is_sweep: bool = False) -> Settings:
-    """Returns the settings with a run folder, whose name says what is trained and when it began."""
+    """Returns the settings with a new run folder, whose name says what is trained and when it began."""
     if settings.folder is not None:
         return settings
     several = {name: {names[name] for names, _ in differing if name in names} for name in ("dataset", "algorithm")}
     parts = [f"{len(values)}-{name}s" if values else _short(getattr(config, name)) for name, values in several.items()]
     name = "-".join([*parts, *(["sweep"] if is_sweep else []), time.strftime("%Y%m%d-%H%M%S")])
-    return dataclasses.replace(settings, folder=str(Path("runs") / name))
+    folders = (Path("runs") / f"{name}{suffix}" for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
+    return dataclasses.replace(settings, folder=str(next(folder for folder in folders if not folder.exists())))
 
 
 def _short(text: str) -> str:

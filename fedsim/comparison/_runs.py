@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.names import better_by_name
-from fedsim.run_files import SPLITS, USUAL_METRICS, History, metric_lines, scalar_metrics, shown_number
+from fedsim.run_files import SPLITS, USUAL_METRICS, History, metric_lines, scalar_metrics, shown_number, with_present_names
 
 # They differ between seeds, also in runs that were started in Python.
 _OF_THE_SEED = ("seed", "root_key", "cohorts (hash)")
@@ -76,10 +76,14 @@ class RecordedRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all rounds have lines in the metrics, or a rule has ended the run."""
-        return (
-            not self.problem and bool(self.history) and (self.rounds is None or self.round >= self.rounds or self.ended_early)
-        )
+        """Whether all rounds have lines in the metrics, or a rule has ended the run, and its last evaluation has one, too."""
+        has_rounds = bool(self.history) and (self.rounds is None or self.round >= self.rounds or self.ended_early)
+        return not self.problem and has_rounds and not self._lacks_evaluation
+
+    @property
+    def _lacks_evaluation(self) -> bool:
+        """Whether the run has evaluations, and its last line is none: it was killed after its last round."""
+        return any("seconds" not in line for line in self.history) and "seconds" in self.history[-1]
 
     @property
     def state(self) -> str:
@@ -89,7 +93,8 @@ class RecordedRun:
         if self.is_finished and not self.ended_early:
             return "finished"
         if not self.ended_early:
-            return f"round {self.round} of {self.rounds}"
+            lacks = self.round == self.rounds and self._lacks_evaluation
+            return f"round {self.round} of {self.rounds}" + ", without its evaluation" * lacks
         rule = self.ended["rule"] if self.ended else f"{self.fields['stop_when']}, or interrupted"
         return f"round {self.round} of {self.rounds}: stopped by {rule}"
 
@@ -268,8 +273,8 @@ def _read_run(folder: Path, sweep: Mapping[str, Sequence[Any]]) -> RecordedRun:
     size = math.prod(map(len, sweep.values())) if sweep else 0
     try:
         stored = json.loads((folder / "config.json").read_bytes().decode("utf-8-sig"))
-        config = dict(stored["config"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        config = dict(with_present_names(stored)["config"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         problem = f"config.json cannot be read ({type(error).__name__})"
         return RecordedRun(folder=folder, fields={}, seed="-", rounds=None, history=[], problem=problem)
     problem = ""

@@ -11,6 +11,7 @@ import numpy as np
 from fedsim.run_files import shown_number
 
 _MOST_SEEDS = 10_000
+_ROUNDING = 4 * float(np.finfo(np.float32).eps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +102,8 @@ def paired_test(first: Mapping[Hashable, float], second: Mapping[Hashable, float
     common = [seed for seed in first if seed in second]
     pairs = np.array([(first[seed], second[seed]) for seed in common], np.float64).reshape(-1, 2)
     difference = interval((pairs[:, 0] - pairs[:, 1]).tolist())
-    # Equal differences are equal up to the rounding of their values.
-    if difference.deviation is None or difference.deviation <= 1e-12 * np.abs(pairs).max():
+    # Equal differences are equal up to the rounding of their values, which metrics have in float32.
+    if difference.deviation is None or difference.deviation <= _ROUNDING * np.abs(pairs).max():
         return PairedTest(difference, None)
     from scipy.special import stdtr
 

@@ -538,7 +538,7 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Returns the config in ``config.json``.
+        """Returns the config in ``config.json``, as `fedsim.experiment.read_config` returns it.
 
         Raises:
           ValueError: this version of fedsim does not have one of the fields, or a value is out of its range.
@@ -677,7 +677,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Settings:
-        """Returns the settings in ``config.json``.
+        """Returns the settings in ``config.json``, as `fedsim.experiment.read_config` returns them.
 
         Raises:
           ValueError: this version of fedsim does not have one of the fields, or a value is out of its range.
@@ -748,34 +748,11 @@ def options_of_samplers() -> list[str]:
 
 def _from_json(cls: type[Any], values: Mapping[str, Any]) -> Any:
     """Returns the `RunConfig` or the `Settings` with these values; see `RunConfig.from_json`."""
-    values = _with_present_names(values)
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
     if unknown:
         what = "configuration has" if cls is RunConfig else "stored settings have"
         raise ValueError(f"The {what} fields that this version of fedsim does not know: {', '.join(unknown)}.")
     return cls(**values)
-
-
-# The names that options had in run folders of earlier versions.
-_FORMER_NAMES = {"client_devices": "step_seconds", "memory": "example_storage", "option": "control_variate"}
-
-
-def _with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns stored values by the names that their options have now, so that folders of earlier versions can be read.
-
-    >>> _with_present_names({"client_devices": "2", "client_schedule": "cosine", "client_schedule_end": 0.1})
-    {'client_schedule': 'cosine(end=0.1)', 'step_seconds': '2'}
-    """
-    found = {_FORMER_NAMES.get(name, name): value for name, value in values.items() if not name.startswith("client_schedule")}
-    if isinstance(found.get("hyperparameters"), Mapping):
-        found["hyperparameters"] = {_FORMER_NAMES.get(name, name): value for name, value in found["hyperparameters"].items()}
-    name = values.get("client_schedule")
-    if not isinstance(name, str):
-        return {**found, "client_schedule": name} if "client_schedule" in values else found
-    options = {"linear": ("end",), "cosine": ("end",), "exponential": ("decay", "every", "staircase")}.get(name, ())
-    given = {option: values[f"client_schedule_{option}"] for option in options if f"client_schedule_{option}" in values}
-    shown = ", ".join(f"{option}={value!r}" for option, value in given.items())
-    return {"client_schedule": f"{name}({shown})" if shown else name, **found}
 
 
 def _check_choices(config: RunConfig | Settings) -> None:

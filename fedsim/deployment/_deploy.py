@@ -28,7 +28,7 @@ from fedsim.deployment._processes import FlowerProcesses, check_flower
 from fedsim.durable_files import replace_text
 from fedsim.execution import DividedRound
 from fedsim.experiment import Result, run_experiment
-from fedsim.experiment.driving import DEPLOYMENT, Checkpoints, is_personal
+from fedsim.experiment.driving import DEPLOYMENT, Checkpoints, RunFolder, is_personal
 from fedsim.rounds import Staleness
 from fedsim.samplers import checked_cohort
 from fedsim.systems import Policy
@@ -56,7 +56,7 @@ def deploy(
 
     Raises:
       ImportError: Flower is not installed.
-      ValueError: the run cannot be deployed, or the folder has a run that was not deployed, or on other nodes.
+      ValueError: the run cannot be deployed, or the folder has a run that was not deployed, or on other nodes, or is in use.
       ConnectionError: nodes do not come, report an error, or are all lost.
 
     >>> deploy(RunConfig(attack="sign_flip"), Settings(folder="runs/a"), nodes=2)
@@ -100,7 +100,7 @@ def run_on(
       app: whether Flower has started this process.
 
     Raises:
-      ValueError: the run cannot be deployed, or the folder has a run that was not deployed, or on other nodes.
+      ValueError: the run cannot be deployed, or the folder has a run that was not deployed, or on other nodes, or is in use.
       ConnectionError: nodes do not come, report an error, have other data than before, or are all lost.
     """
     assert settings.folder is not None
@@ -254,7 +254,9 @@ def deployment_of(folder: str | Path) -> dict[str, Any] | None:
 
 
 def _check_folder(folder: Path, nodes: int) -> None:
-    """Raises ``ValueError`` if a folder has a run that nodes cannot go on with."""
+    """Raises ``ValueError`` if a folder has a run that nodes cannot go on with, or that is in use."""
+    if RunFolder(folder).config.exists():  # The files of its nodes are written before the run locks its folder.
+        RunFolder(folder).lock().close()
     known = (deployment_of(folder) or {}).get("nodes")
     if known is None and Checkpoints(folder / "checkpoints").rounds():
         raise ValueError(

@@ -51,9 +51,10 @@ class Finding:
 def bisect(folder: str | Path, other: str | Path | None = None) -> Finding:
     """Returns the first round, client and array in which two runs differ; of a single run, where it went out of line.
 
-    Two runs are compared by their metrics and checkpoints. Then both run again, from the newest checkpoint that they have in
-    common, until their states differ, and the clients of this round one by one. If both give the same results here, the text
-    says so, with the versions of packages in which their folders differ. Nothing is written.
+    Two runs are compared by their checkpoints, and by the metrics that both have. Then both run again, from the newest
+    checkpoint that they have in common, until their states differ, and the clients of this round one by one. If both give the
+    same results here, the text says so, with the versions of packages in which their folders differ. If only evaluations
+    differ, it says in which metrics. Nothing is written.
 
     Of a single run, the first round is taken whose loss is not finite, that dropped updates, or whose loss is more than five
     times the median of the rounds before; and in it the first client whose update or loss is not finite, or more than five
@@ -77,15 +78,21 @@ def bisect(folder: str | Path, other: str | Path | None = None) -> Finding:
     runs = _Rerun(first), _Rerun(second)
     histories = [read_metrics(Path(each) / "metrics.jsonl") for each in (folder, other)]
     rounds = min(int(lines[-1]["round"]) if lines else 0 for lines in histories)
-    by_metrics = _first_difference(*histories)
+    by_metrics, _ = _first_difference(*histories, evaluations=False)
+    by_scores, scores = _first_difference(*histories, evaluations=True)
     start, by_states = _common_start(runs, by_metrics)
     if start is None:
         states = [run.state for run in runs]
         leaf = _differing_leaf(*states)
         return Finding(round=0, leaf=leaf, text=f"The initial states differ: {_shown(leaf, *states)}.")
-    if by_metrics is None and by_states is None:
-        return Finding(text=f"The runs agree in all {rounds} rounds that both have: metrics, and the last common checkpoint.")
-    known = min(round for round in (by_metrics, by_states) if round is not None)
+    of_states = [round for round in (by_metrics, by_states) if round is not None]
+    agree = f"The runs agree in all {rounds} rounds that both have: metrics, and the last common checkpoint."
+    if not of_states and by_scores is None:
+        return Finding(text=agree)
+    only = f"Only evaluations differ, first that after round {by_scores}, in {', '.join(scores)}"
+    if not of_states and by_scores is not None and by_scores <= start:
+        return Finding(round=by_scores, text=f"{agree} {only}. So they were not of the same data or not by the same metrics.")
+    known = min(of_states, default=by_scores or 0)
     while runs[0].position < known:
         before = [run.state for run in runs]
         cohorts = [run.advance() for run in runs]
@@ -93,10 +100,13 @@ def bisect(folder: str | Path, other: str | Path | None = None) -> Finding:
         leaf = _differing_leaf(after[0], after[1], cohorts[0].clients)
         if leaf is not None or not np.array_equal(cohorts[0].clients, cohorts[1].clients):
             return _in_round(runs, before, after, leaf)
+    found, why = f"The folders differ in round {known}", "the difference comes from where they ran"
+    if not of_states:
+        found, why = only, f"they were not of the same data, not by the same metrics, or {why}"
     return Finding(
         round=known,
-        text=f"The folders differ in round {known}, and both runs give the same state up to this round if they run again here, "
-        f"from round {start}. So the difference comes from where they ran.{_environments(folder, other)}",
+        text=f"{found}, and both runs give the same state up to this round if they run again here, from round {start}. "
+        f"So {why}.{_environments(folder, other)}",
     )
 
 
@@ -235,20 +245,17 @@ def _first_bad_round(history: Sequence[Line]) -> tuple[int, str] | None:
     return None
 
 
-def _first_difference(one: Sequence[Line], other: Sequence[Line]) -> int | None:
-    """Returns the first round of which both have lines that differ in something else than time.
+def _first_difference(one: Sequence[Line], other: Sequence[Line], *, evaluations: bool) -> tuple[int | None, list[str]]:
+    """Returns the first round whose lines, or whose evaluations, have other values, and the names of these; None without one.
 
-    A round may be evaluated in one of them alone.
+    What only one of the runs has is no difference: it may evaluate other rounds, or by further metrics. Times are none, either.
     """
-
-    def comparable(lines: Sequence[Line]) -> dict[tuple[int, bool], Line]:
-        return {
-            (line["round"], "seconds" in line): {name: value for name, value in line.items() if name != "seconds"}
-            for line in lines
-        }
-
-    mine, theirs = comparable(one), comparable(other)
-    return min((int(of[0]) for of in mine.keys() & theirs.keys() if mine[of] != theirs[of]), default=None)
+    mine, theirs = ({line["round"]: line for line in lines if ("seconds" not in line) == evaluations} for lines in (one, other))
+    for round in sorted(mine.keys() & theirs.keys()):
+        shared = [name for name in mine[round] if name in theirs[round] and name != "seconds"]
+        if names := [name for name in shared if mine[round][name] != theirs[round][name]]:
+            return round, names
+    return None, []
 
 
 def _differing_leaf(one: Any, other: Any, clients: np.ndarray | None = None) -> str | None:

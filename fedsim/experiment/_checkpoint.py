@@ -350,6 +350,8 @@ def from_leaves(leaves: Mapping[str, np.ndarray], like: State) -> State:
     paths, treedef = jax.tree_util.tree_flatten_with_path(like)
     wanted = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
     empty = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in wanted.items() if leaf.size == 0}
+    if wanted.keys() == empty.keys():  # Earlier versions wrote an array with the name "" for a state without arrays.
+        leaves = {name: leaf for name, leaf in leaves.items() if name}
     leaves = {**leaves, **empty}
     stored_names = {name for name in leaves if name not in keys.values()} | set(keys)
     if wanted.keys() != stored_names:
@@ -366,8 +368,8 @@ def from_leaves(leaves: Mapping[str, np.ndarray], like: State) -> State:
         stored, shape, dtype = leaves[name], np.shape(leaf), np.dtype(leaf.dtype)
         if stored.shape != shape or stored.dtype != dtype:
             raise ValueError(
-                f"The checkpoint belongs to another algorithm or model: {name} is {stored.dtype}{list(stored.shape)} in the "
-                f"checkpoint and {dtype}{list(shape)} in this run."
+                f"The checkpoint belongs to another algorithm or model: {name or 'the state'} is "
+                f"{stored.dtype}{list(stored.shape)} in the checkpoint and {dtype}{list(shape)} in this run."
             )
         restored.append(jax.numpy.asarray(stored))
     return jax.tree.unflatten(treedef, restored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -21,7 +22,8 @@ from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._environment import changed_code, jax_settings, versions
 from fedsim.experiment._metrics_file import read_metrics
 from fedsim.experiment._stop_rules import stop_rules
-from fedsim.experiment._trust import rewrite, write_signed
+from fedsim.experiment._trust import is_signed, rewrite, signed, write_signed
+from fedsim.run_files import with_present_names
 from fedsim.text_files import read_json
 
 _POPULATIONS = ("population", "test population", "validation population")
@@ -65,8 +67,10 @@ class RunFolder:
         settings: Mapping[str, Any],
         devices: str,
         code: Mapping[str, str],
-    ) -> None:
+    ) -> IO[str]:
         """Creates the folder and writes ``config.json``, or checks that an existing folder holds the same run.
+
+        Returns the folder's `lock`, which nothing else has held since the check.
 
         A folder in which no round was finished counts as new: for example, after an error in the first round. It is said if
         packages, settings of JAX or the kind of device are others than those of the rounds before.
@@ -100,7 +104,9 @@ class RunFolder:
             ) from error
         environment = {"devices": devices, "versions": versions(), "jax_settings": jax_settings()}
         stored = {**run, "settings": dict(settings), **environment, "code": dict(code), "ended": None}
-        with self.lock():  # A run in its first round has finished no round, but its folder is in use.
+        with contextlib.ExitStack() as on_error:
+            # A run in its first round has finished no round, but its folder is in use.
+            lock = on_error.enter_context(self.lock())
             if self.config.exists():
                 known = read_config(self.path)
                 self._compare(run, known, code)
@@ -115,6 +121,8 @@ class RunFolder:
                 elif "earlier" in known:
                     stored["earlier"] = known["earlier"]
             write_signed(self.config, stored)
+            on_error.pop_all()
+        return lock
 
     def record_end(self, *, round: int, rule: str | None = None, reason: str | None = None) -> None:
         """Writes into ``config.json`` why the run has no more rounds; `initialize` deletes it.
@@ -165,6 +173,8 @@ class RunFolder:
         own = json.loads(json.dumps(dataclasses.asdict(config)))
         if (stored["config"], drawn["dataset"], drawn["topology"]) != (own, config.drawn_dataset, config.drawn_topology):
             return False  # The run then raises an error that names the differences.
+        if "ended" in stored and stored["ended"] is None:  # The process was killed before it wrote the last files.
+            return False
         saved = not Checkpoints.available() or last in Checkpoints(self.checkpoints).rounds()
         return saved and ((self.path / "learning_curve.png").exists() or importlib.util.find_spec("matplotlib") is None)
 
@@ -219,7 +229,7 @@ def resume_command(folder: str | Path) -> str:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Reads the ``config.json`` of a run folder.
+    """Reads the ``config.json`` of a run folder. Options have the names that they have in this version.
 
     The configuration may name Python code (``FILE.py:CLASS``), which `build` runs: look at a folder that you did not write.
 
@@ -240,7 +250,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     path = RunFolder(Path(folder)).config
     try:
-        return read_objects(path, "config", "settings")
+        return _with_present_names(read_objects(path, "config", "settings"))
     except OSError as error:
         raise ValueError(f"There is no run in {folder}: cannot read {path} ({type(error).__name__}).") from error
 
@@ -265,6 +275,8 @@ def is_sweep(folder: str | Path) -> bool:
 
 def read_sweep(folder: str | Path) -> dict[str, Any] | None:
     """Returns the content of ``sweep.json``: config, varied, seeds, how, settings; None if the folder has none.
+
+    Options have the names that they have in this version, except those that are varied.
 
     Raises:
       ValueError: the file cannot be read.
@@ -294,7 +306,13 @@ def read_sweep(folder: str | Path) -> dict[str, Any] | None:
         raise FormatError(f"{path} has differing={differing!r}: expected pairs of objects. Restore it, or start a new sweep.")
     if stored.get("how") not in (None, *get_args(How)):
         raise FormatError(f"{path} has how={stored['how']!r}: restore it, or start a new sweep.")
-    return stored
+    return _with_present_names(stored)
+
+
+def _with_present_names(stored: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of a file by the present names of options. If this user has written it, it is signed again."""
+    present = with_present_names(stored)
+    return signed(present) if present != stored and is_signed(stored) else present
 
 
 def stored_run(folder: str | Path, stored: Mapping[str, Any]) -> tuple[RunConfig, Settings]:

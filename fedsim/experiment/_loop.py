@@ -109,7 +109,8 @@ def run(
         says which values are better (`fedsim.metrics.better_of`), and if there is none, there is no best one.
       callbacks: functions that are called with every line of the metrics, and with the state after that round if it is
         available (at evaluations, and at the end of a dispatch), otherwise with None. If one returns ``"stop"``, the run ends
-        after the next multiple of ``evaluate_every`` rounds.
+        after the next multiple of ``evaluate_every`` rounds. Callbacks do not get the lines of earlier processes, so the same
+        call with the folder of such a run goes on with its next rounds, until one returns ``"stop"`` again.
       progress: whether to show a progress bar on stderr.
       config: the identity of the run, together with the clients' names and sizes. By default it consists of the arguments,
         except functions, and therefore without models and optimizers.

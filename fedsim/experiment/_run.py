@@ -133,53 +133,62 @@ class Run(Rounds):
         self._described = describe(algorithm, sampler, config, rounds=rounds, evaluate_every=evaluate_every)
         self.paths = None if folder is None else RunFolder(Path(folder))
         self.devices = devices_of(algorithm.execution)
-        if self.paths or jax.process_count() > 1:
-            with self.write_errors():
-                recorded = dataclasses.asdict(settings) if settings is not None else {}
-                compared = {"population": _drawn(config) | population_identity(first.data)}
-                others = {"test population": test_data, "validation population": validation_data}
-                compared |= {name: population_identity(data) for name, data in others.items() if data is not None}
-                code = code_of(algorithm, sampler, evaluate, *imported_modules(config))
-                distributed.check_alike(process_identity(self._described, compared, code), "configuration")
-                if self.paths:
-                    write = functools.partial(self.paths.initialize, self._described, compared, recorded, self.devices, code)
-                    distributed.in_first(write)
+        with contextlib.ExitStack() as closing:  # It also closes what is open after an error.
+            if self.paths or jax.process_count() > 1:
+                with self.write_errors():
+                    recorded = dataclasses.asdict(settings) if settings is not None else {}
+                    compared = {"population": _drawn(config) | population_identity(first.data)}
+                    others = {"test population": test_data, "validation population": validation_data}
+                    compared |= {name: population_identity(data) for name, data in others.items() if data is not None}
+                    code = code_of(algorithm, sampler, evaluate, *imported_modules(config))
+                    distributed.check_alike(process_identity(self._described, compared, code), "configuration")
+                    if self.paths:
+                        write = functools.partial(
+                            self.paths.initialize, self._described, compared, recorded, self.devices, code
+                        )
+                        if lock := distributed.in_first(write):
+                            closing.enter_context(lock)
 
-        full = algorithm.with_memory(like, first.data)
-        has_rows = any(map(is_rows, jax.tree.leaves(full, is_leaf=is_rows)))
-        identity = rows_identity(algorithm, first.data) if has_rows else None
-        keeps = algorithm.execution.keeps_memories
-        checkpoints = Checkpoints(self.paths.checkpoints, identity, keeps_memories=keeps) if self.paths else None
-        if checkpoints and not Checkpoints.available():
-            warnings.warn(
-                "No checkpoints will be written: orbax-checkpoint is not installed (pip install 'fedsim-jax[run]').",
-                stacklevel=3,
-            )
-            checkpoints = None
-        self.state, self.position = newest_state(algorithm, first, checkpoints)
-        distributed.check_alike({"newest checkpoint": self.position}, "run folder")
-        with self.write_errors():
-            self.log = RunLog(
-                self.paths, self.position, checkpoints, callbacks, self._is_evaluated, evaluate_every, writers, self._described
-            )
-            try:
+            full = algorithm.with_memory(like, first.data)
+            has_rows = any(map(is_rows, jax.tree.leaves(full, is_leaf=is_rows)))
+            identity = rows_identity(algorithm, first.data) if has_rows else None
+            keeps = algorithm.execution.keeps_memories
+            checkpoints = Checkpoints(self.paths.checkpoints, identity, keeps_memories=keeps) if self.paths else None
+            if checkpoints and not Checkpoints.available():
+                warnings.warn(
+                    "No checkpoints will be written: orbax-checkpoint is not installed (pip install 'fedsim-jax[run]').",
+                    stacklevel=3,
+                )
+                checkpoints = None
+            self.state, self.position = newest_state(algorithm, first, checkpoints)
+            distributed.check_alike({"newest checkpoint": self.position}, "run folder")
+            with self.write_errors():
+                self.log = RunLog(
+                    self.paths,
+                    self.position,
+                    checkpoints,
+                    callbacks,
+                    self._is_evaluated,
+                    evaluate_every,
+                    writers,
+                    self._described,
+                )
+                closing.callback(lambda: self.log.close(is_finished=self._finished == self.rounds))
                 self.state = checkpoints.with_row_file(self.state) if checkpoints else self.state
                 self.sampler = observed(sampler, self.log.history, self.position)
-            except BaseException:
-                self.close()
-                raise
-        self.evaluation: Scores | None = None
-        self.validation: Scores | None = None
-        self.monitor = LossMonitor.of(algorithm)
-        for line in self.log.history:
-            self.monitor.add(line)
-        self._diverged = False
-        self._finished = self.position
-        last = [line for line in self.log.history if line["round"] == rounds and "seconds" not in line]
-        if self.position == rounds and self._evaluates and not last:  # It is lost, or the run had more rounds before.
-            with self.write_errors():
-                self._write_evaluation(rounds, self.state)
-        self._stop_if_due()
+            self.evaluation: Scores | None = None
+            self.validation: Scores | None = None
+            self.monitor = LossMonitor.of(algorithm)
+            for line in self.log.history:
+                self.monitor.add(line)
+            self._diverged = False
+            last = [line for line in self.log.history if line["round"] == rounds and "seconds" not in line]
+            if self.position == rounds and self._evaluates and not last:  # It is lost, or the run had more rounds before.
+                with self.write_errors():
+                    self._write_evaluation(rounds, self.state)
+            self._finished = self.position
+            self._stop_if_due()
+            self._closing = closing.pop_all()
 
     @property
     def _evaluates(self) -> bool:
@@ -278,8 +287,8 @@ class Run(Rounds):
 
     def _write_clients(self, path: Path) -> None:
         """Writes a row for each client of the test data, if the evaluation has results for each of them."""
-        if self.evaluation is None and self.position == self.rounds and not distributed.from_first(path.exists()):
-            self.evaluation = self.evaluate()  # The process that evaluated the last round was killed.
+        if self.evaluation is None and self.position == self.rounds:
+            self.evaluation = self.evaluate()  # The process that evaluated the last round may not have written the file.
         if not distributed.is_first():
             return
         evaluation, data = self.evaluation, self._test_data
@@ -290,7 +299,7 @@ class Run(Rounds):
 
     def close(self) -> None:
         """Ends the writers and unlocks the folder."""
-        self.log.close(is_finished=self._finished == self.rounds)
+        self._closing.close()
 
     def how_to_resume(self) -> str:
         """Returns a sentence that says what was saved and how to continue."""

@@ -32,8 +32,8 @@ class RunLog:
     """The history, metrics file, further writers, checkpoints and callbacks of one run.
 
     Args:
-      paths: the run folder; without one, only the history is recorded. If several processes share the run, process 0 writes
-        and calls the callbacks, and all record the history.
+      paths: the run folder, which the caller has locked; without one, only the history is recorded. If several processes share
+        the run, process 0 writes and calls the callbacks, and all record the history.
       start: the number of finished rounds at the start. Lines of later rounds, written by a process that was killed, are
         deleted.
       checkpoints: None writes no checkpoints.
@@ -68,7 +68,6 @@ class RunLog:
         self._callbacks, self.checkpoints, self._evaluate_every = callbacks, checkpoints, evaluate_every
         self._file: MetricsFile | None = None
         self._writers: dict[str, Writer] = {}
-        self._lock = paths.lock() if paths else None
         if paths:
             try:
                 self._open(paths, start, evaluated, writers, config or {})
@@ -172,13 +171,9 @@ class RunLog:
                 pass
 
     def close(self, is_finished: bool = False) -> None:
-        """Ends the writers, after the last round or before it, and unlocks the folder."""
-        try:
-            for writer in self._writers.values():
-                writer.close(is_finished)
-        finally:
-            if self._lock:
-                self._lock.close()
+        """Ends the writers, after the last round or before it."""
+        for writer in self._writers.values():
+            writer.close(is_finished)
 
     def _update_best(self, line: Line, state: State | None) -> None:
         value = None if line["round"] % self._evaluate_every else score(line)

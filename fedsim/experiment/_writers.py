@@ -186,7 +186,9 @@ class _Tracker(Writer):
     """Sends a row per round to a run of a tracker, about every ten seconds and with every checkpoint.
 
     ``FOLDER/NAME/fedsim.json`` has the id of the tracker's run and the last round that was sent. A process that continues the
-    run goes on after that round: what it computes once more has the same bits, and is not sent again.
+    run goes on after that round: what it computes once more has the same bits, and is not sent again. A round is therefore sent
+    when its evaluation, which follows it, cannot be missing: with it, when a later round begins, or at the end of the run. A
+    process that continues the run has the others in its history, or computes them again.
     """
 
     name: str
@@ -199,31 +201,38 @@ class _Tracker(Writer):
             self._file.parent.mkdir(exist_ok=True)
         self._round: int = known.get("round", 0)
         self._rows: dict[int, dict[str, float]] = {}
+        self._is_evaluated = False  # whether the last row has its evaluation
         self._sent_at = time.monotonic()
         self._id = self._open(known.get("id"))
         self._record()
         self.write(history)
 
     def write(self, lines: Sequence[Line]) -> None:
-        # An evaluation follows the line of its round, so the last round may be incomplete until a later one begins.
         is_due = time.monotonic() - self._sent_at > _SECONDS_PER_SYNC
         if is_due and lines and self._rows and lines[0]["round"] > max(self._rows):
-            self.sync()
+            self._send_until(max(self._rows))
         for line, costs in zip(lines, self._costs(lines), strict=True):
             if line["round"] > self._round:
                 spent = {f"total/{name}": value for name, value in costs.items() if value}
                 self._rows.setdefault(line["round"], {}).update(named_scalars(line) | spent)
+                self._is_evaluated = "seconds" not in line
 
     def sync(self) -> None:
         if self._rows:
-            self._send(self._rows)
-            self._round, self._rows = max(self._rows), {}
-            self._record()
-        self._sent_at = time.monotonic()
+            self._send_until(max(self._rows) - (not self._is_evaluated))
 
     def close(self, is_finished: bool) -> None:
+        self._is_evaluated |= is_finished
         self.sync()
         self._end(is_finished)
+
+    def _send_until(self, round: int) -> None:
+        if rows := {number: row for number, row in self._rows.items() if number <= round}:
+            self._send(rows)
+            self._round = max(rows)
+            self._rows = {number: row for number, row in self._rows.items() if number > round}
+            self._record()
+        self._sent_at = time.monotonic()
 
     def _record(self) -> None:
         replace_text(self._file, json.dumps({"id": self._id, "round": self._round}) + "\n")

@@ -80,6 +80,7 @@ class SweepResult:
 
         The standard deviation is that of a sample (n - 1). The losses of runs that diverged, and other metrics of these that
         are enormous or not finite, are shown as "diverged". A line says if a best value is the smallest or largest of its grid.
+        The best setting is one of those with the most finished seeds, because others may have the seeds that did not fail.
 
         >>> lines = [{"round": 9, "test_accuracy": 0.5}, {"round": 9, "test_accuracy": 0.7}, {"round": 9, "test_accuracy": 0.9}]
         >>> members = [SweepMember(setting={"mu": mu}, seed=seed, folder=Path("s"), line=line)
@@ -89,8 +90,8 @@ class SweepResult:
         0.0      2  0.6000 ± 0.1414
         0.1      1           0.9000
         <BLANKLINE>
-        edge  the best mu=0.1 is the largest of the grid: try larger ones
-        best  mu=0.1: accuracy 0.9000, chosen on test data, so it is optimistic: give --validation
+        best  mu=0.0: accuracy 0.6000 ± 0.1414, chosen on test data, so it is optimistic: give --validation
+        left out  mu=0.1: accuracy 0.9000 (1 of 2 seeds finished)
         """
         groups: dict[tuple[Any, ...], list[SweepMember]] = {}
         for member in self.members:
@@ -129,21 +130,33 @@ class SweepResult:
             scores = [score(member.line, name) for member in own]
             return -math.inf if None in scores else statistics.fmean(scores)  # type: ignore[arg-type]
 
-        own = max(groups.values(), key=mean_score)
+        most = max(map(len, groups.values()))
+        own = max((group for group in groups.values() if len(group) == most), key=mean_score)
+        better = max(groups.values(), key=mean_score)
+        split, metric = split_and_metric(name)
+        left_out = []
+        if mean_score(better) > mean_score(own):
+            seeds = len({member.seed for member in self.members})
+            shown = f"{metric} {_spread(better, name)} ({len(better)} of {seeds} seeds finished)"
+            left_out = [f"left out  {_text(better[0].setting)}: {shown}"]
         if mean_score(own) == -math.inf:
-            return ["best  none: every setting has a run whose evaluation is not finite"]
-        setting = " ".join(f"{key}={value}" for key, value in own[0].setting.items())
+            which = f"every setting with {most} finished seeds" if left_out else "every setting"
+            return [f"best  none: {which} has a run whose evaluation is not finite", *left_out]
+        setting = _text(own[0].setting)
         edges = []
         for key, best in () if self.varied is None else own[0].setting.items():
             tried = [*(self.varied or {}).get(key, ()), *(member.setting[key] for member in self.members)]
             if text := edge_of_grid(key, best, tried):
                 edges.append(f"edge  {text}")
-        split, metric = split_and_metric(name)
         if split == "validation":
             tested = f", test {metric} {_spread(own, f'test_{metric}')}" if f"test_{metric}" in own[0].line else ""
-            return [*edges, f"best  {setting}: validation {metric} {_spread(own, name)}{tested}"]
+            return [*edges, f"best  {setting}: validation {metric} {_spread(own, name)}{tested}", *left_out]
         chosen = f"best  {setting}: {metric} {_spread(own, name)}, chosen on test data, so it is optimistic: give --validation"
-        return [*edges, chosen]
+        return [*edges, chosen, *left_out]
+
+
+def _text(setting: Setting) -> str:
+    return " ".join(f"{key}={value}" for key, value in setting.items())
 
 
 def with_result(member: SweepMember, monitor: LossMonitor) -> SweepMember:

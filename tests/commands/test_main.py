@@ -14,6 +14,7 @@ import pytest
 
 from fedsim import commands
 from fedsim.commands import _run, main
+from fedsim.commands._configuration import configured
 
 
 def test_an_interrupt_in_a_callback_of_the_garbage_collector_is_not_lost(monkeypatch, capsys):
@@ -103,6 +104,21 @@ def test_of_an_option_that_is_given_twice_the_last_counts_and_it_is_said(argumen
     assert f"fedsim: warning: {shown}: the last one counts.\n" in capsys.readouterr().err
     main(["run", "--rounds", "0", "--algorithm", "fedavg", "--algorithm", "fedprox"])
     assert "the last one counts" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "varied", "last"),
+    [
+        (["0.01,0.1", "0.5"], {}, 0.5),
+        (["log_uniform(0.01, 1)", "0.5"], {}, 0.5),
+        (["0.5", "0.01,0.1"], {"client_learning_rate": [0.01, 0.1]}, 0.01),
+        (["0.01,0.1", "0.5,1"], {"client_learning_rate": [0.5, 1.0]}, 0.5),
+    ],
+)
+def test_of_several_values_that_are_given_twice_the_last_make_the_sweep(arguments, varied, last):
+    given = [part for values in arguments for part in ("--client-learning-rate", values)]
+    found = configured(given, "fedsim run", "", {})
+    assert (found.varied, found.config.client_learning_rate) == (varied, last)
 
 
 def test_every_command_is_a_module_and_in_the_help(capsys):

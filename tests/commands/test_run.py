@@ -19,6 +19,8 @@ from small_run import SMALL
 
 import fedsim
 from fedsim.commands import main
+from fedsim.commands._configuration import configured
+from fedsim.commands._run import with_folder
 from fedsim.configuration._client_optimizer import OPTIMIZERS
 from fedsim.experiment import RunConfig, Settings, build, published, read_config, read_metrics, restore
 from fedsim.names import make
@@ -426,3 +428,24 @@ def test_a_description_is_that_of_the_nearest_class_that_has_one():
 def test_commands_about_one_run_refuse_several(command, several, capsys):
     assert main([*command, "--model", "digits_logistic", *several]) == 2
     assert "Expected the options of a single run" in capsys.readouterr().err
+
+
+def test_a_folder_with_former_names_of_options_gives_the_defaults(tmp_path):
+    config = dataclasses.asdict(RunConfig(algorithm="scaffold", client_schedule="cosine", hyperparameters={"option": "I"}))
+    config |= {"client_schedule_end": 0.25, "client_devices": "2"}
+    del config["step_seconds"]
+    (tmp_path / "config.json").write_text(json.dumps({"config": config, "settings": {"memory": "stream"}}))
+    found = configured(["--from", str(tmp_path)], "fedsim run", "", {})
+    assert found.config.client_schedule == "cosine(end=0.25)" and found.config.step_seconds == "2"
+    assert found.config.hyperparameters["control_variate"] == "I" and found.settings.example_storage == "stream"
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    names = []
+    for _ in range(3):
+        folder = Path(with_folder(RunConfig(), Settings()).folder)
+        folder.mkdir(parents=True)
+        names.append(folder.name)
+    assert names == [f"digits-fedavg-20260101-000000{suffix}" for suffix in ("", "-2", "-3")]

@@ -13,7 +13,7 @@ from small_run import SMALL
 import fedsim
 from fedsim.commands import main
 from fedsim.experiment import RunConfig, read_config
-from fedsim.experiment._trust import named_code, signature
+from fedsim.experiment._trust import check_trusted, named_code, signature, write_signed
 
 
 @pytest.mark.slow
@@ -232,3 +232,16 @@ def test_the_help_says_whose_code_is_run(finished, capsys):
             main(arguments)
         text = " ".join(capsys.readouterr().out.replace("│", "").split())
         assert "--trust" in text and "Python code that the configuration of the folder names" in text
+
+
+def test_an_own_folder_with_former_names_of_options_stays_trusted(tmp_path):
+    """The signature is that of the file as it was written; another value in it is not trusted."""
+    config = dataclasses.asdict(RunConfig(model="mine.py:net"))
+    config["client_devices"] = config.pop("step_seconds")
+    write_signed(tmp_path / "config.json", {"config": config, "settings": {}})
+    assert "step_seconds" in read_config(tmp_path)["config"]
+    check_trusted("r", read_config(tmp_path))
+    changed = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**changed, "config": {**config, "client_devices": "2"}}))
+    with pytest.raises(ValueError, match=r"mine.py:net"):
+        check_trusted("r", read_config(tmp_path))

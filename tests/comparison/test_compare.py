@@ -129,6 +129,19 @@ def test_runs_of_other_datasets_and_numbers_of_rounds_are_not_mixed():
     assert len(compare(by_rounds, group=["rounds"]).tests) == 1
 
 
+def test_a_run_that_was_killed_before_its_last_evaluation_is_not_finished(tmp_path):
+    write_run(tmp_path / "a", [0.5, 0.6])
+    metrics = write_run(tmp_path / "killed", [0.5, 0.6], seed=1) / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    never = write_run(tmp_path / "never", [0.5, 0.6], seed=2) / "metrics.jsonl"  # a run without test data
+    never.write_text("".join(line for line in metrics.read_text().splitlines(keepends=True) if "seconds" in line))
+    finished, killed, unevaluated = read_runs(tmp_path)
+    assert (killed.is_finished, killed.state) == (False, "round 2 of 2, without its evaluation")
+    assert finished.is_finished and unevaluated.is_finished
+    comparison = compare([finished, killed])
+    assert list(comparison.settings[0].outcomes) == [0] and "without its evaluation" in " ".join(comparison.notes)
+
+
 def test_unfinished_repeated_and_damaged_runs_are_left_out_and_named(tmp_path):
     write_run(tmp_path / "a", [0.5, 0.6])
     write_run(tmp_path / "again", [0.5, 0.6])

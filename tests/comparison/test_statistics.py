@@ -58,6 +58,15 @@ def test_there_is_no_test_without_two_seeds_or_without_a_spread(first, second):
     assert paired_test(first, second).p is None
 
 
+def test_differences_that_are_equal_up_to_the_rounding_of_float32_have_no_spread():
+    second = np.float32([0.3, 0.42, 0.59, 0.81, 0.17])
+    first = np.float32(second.astype(float) + 0.1)
+    assert len(set(first.astype(float) - second.astype(float))) > 1
+    assert paired_test(dict(enumerate(first)), dict(enumerate(second))).p is None
+    first[0] += 1e-5  # more than rounding
+    assert paired_test(dict(enumerate(first)), dict(enumerate(second))).p < 1e-6
+
+
 def test_holm_agrees_with_its_definition():
     for seed in range(20):
         p = np.random.default_rng(seed).uniform(0, 0.2, 6)

@@ -22,7 +22,7 @@ import pytest
 from fedsim.deployment import NodeError
 from fedsim.deployment._processes import FlowerProcesses, _free_port
 from fedsim.experiment import RunConfig, Settings, build, read_config, run_experiment
-from fedsim.experiment.driving import Checkpoints
+from fedsim.experiment.driving import Checkpoints, RunFolder
 from fedsim.saved_arrays import checkpoint_folder, read_arrays
 
 NEEDS_FLOWER = pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed")
@@ -230,6 +230,16 @@ def test_a_run_that_was_not_deployed_is_not_continued_on_nodes(tmp_path, monkeyp
     Checkpoints(tmp_path / "checkpoints").save(1, {"w": np.ones(1)})
     with pytest.raises(ValueError, match="was not deployed, so its nodes have nothing to go on with: choose another folder"):
         _deploy.deploy(config, settings)
+
+
+def test_a_folder_in_use_keeps_the_files_of_its_nodes(tmp_path, monkeypatch):
+    from fedsim.deployment import _deploy
+
+    monkeypatch.setattr(_deploy, "check_flower", lambda: None)
+    (tmp_path / "config.json").write_text("{}")
+    with RunFolder(tmp_path).lock(), pytest.raises(ValueError, match="is in use by another run"):
+        _deploy.deploy(RunConfig(), Settings(folder=str(tmp_path)))
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", ".lock"}
 
 
 def test_a_deployment_whose_nodes_do_not_come_leaves_no_folder(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """`bisect`: the round, client and array in which two runs differ first, and the client of a run that is out of line."""
 
 import json
+import shutil
 
 import pytest
 
@@ -73,9 +74,38 @@ def test_runs_that_agree(run, plain, capsys):
 def test_lines_are_compared_by_round():
     one = [{"round": 1, "loss": 0.5, "seconds": 1.0}, {"round": 2, "loss": 0.4, "seconds": 1.0}, {"round": 2, "test_loss": 0.3}]
     other = [*one[:2], {"round": 3, "loss": 0.3, "seconds": 1.0}]
-    assert _first_difference(one, other) is None
-    assert _first_difference(one, [one[0], {**one[1], "loss": 0.41}, one[2]]) == 2
-    assert _first_difference(one, [*one[:2], {"round": 2, "test_loss": 0.31}]) == 2
+    assert _first_difference(one, other, evaluations=False) == (None, [])
+    changed = [one[0], {**one[1], "loss": 0.41}, {"round": 2, "test_loss": 0.31}]
+    assert _first_difference(one, changed, evaluations=False) == (2, ["loss"])
+    assert _first_difference(one, changed, evaluations=True) == (2, ["test_loss"])
+    more = [*one[:2], {**one[2], "test_f1": 0.5, "epsilon": 1.0}]
+    assert _first_difference(one, more, evaluations=True) == (None, [])
+
+
+@pytest.mark.slow
+def test_runs_whose_evaluations_alone_differ(run, plain):
+    """A metric that one run lacks is no difference. Without a checkpoint, the machine may be the reason, too."""
+    other = run("evaluated")
+    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("test_loss_clients_std", None)
+    write_lines(other, lines)
+    assert bisect(plain, other).round is None
+    next(line for line in lines if "test_loss" in line)["test_loss"] += 1.0
+    write_lines(other, lines)
+    found = bisect(plain, other)
+    assert found.round == 2 and "agree in all 4 rounds" in str(found) and "where they ran" not in str(found)
+    assert "Only evaluations differ, first that after round 2, in test_loss." in str(found)
+    shutil.rmtree(other / "checkpoints")
+    found = bisect(plain, other)
+    assert found.round == 2 and "agree in all 4 rounds" not in str(found) and "give the same state up to" in str(found)
+    assert str(found).startswith("Only evaluations differ, first that after round 2, in test_loss, and") and "ran." in str(
+        found
+    )
+
+
+def write_lines(folder, lines):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.slow
@@ -109,7 +139,7 @@ def test_a_difference_that_does_not_come_back_is_one_of_the_machine(run, plain):
     lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     changed = next(line for line in lines if line["round"] == 2 and "loss" in line)
     changed["loss"] += 1e-6
-    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(other, lines)
     stored = json.loads((other / "config.json").read_text())
     stored["versions"]["jax"] = "0.9.0"
     (other / "config.json").write_text(json.dumps(stored))

@@ -19,9 +19,10 @@ import pytest
 
 import fedsim
 from fedsim.aggregators import CentredClipping, Compressed, Mean, TrimmedMean
-from fedsim.experiment import _environment, read_config, run
+from fedsim.comparison import read_runs
+from fedsim.experiment import RunConfig, Settings, _environment, read_config, read_sweep, run
 from fedsim.experiment._environment import changed_code, code_of
-from fedsim.experiment._folder import _differences
+from fedsim.experiment._folder import RunFolder, _differences
 from fedsim.experiment._identity import describe
 from fedsim.names import import_reference, imported_module
 
@@ -374,3 +375,99 @@ def test_a_folder_whose_run_is_in_its_first_round_refuses_another_run(arguments,
     refused = []
     run(**{**arguments, "sampler": Meanwhile(arguments["sampler"].data, clients=3, seed=7)}, folder=tmp_path / "r")
     assert refused == ["examples"]
+
+
+def test_a_folder_whose_run_computes_its_initial_state_refuses_another_run(arguments, make_algorithm, tmp_path):
+    """The folder is locked from the check of its configuration on, also while the initial state is computed."""
+
+    class Slow(fedsim.algorithms.FedAvg):
+        def init(self, key):
+            if not isinstance(key, jax.core.Tracer):
+                with pytest.raises(ValueError, match="is in use by another run"):
+                    run(**{**arguments, "rounds": 5}, folder=tmp_path / "r")
+                refused.append(read_config(tmp_path / "r")["config"]["rounds"])
+            return super().init(key)
+
+    refused = []
+    given = dict(model=arguments["algorithm"].model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
+    run(**{**arguments, "algorithm": Slow(**given, execution=fedsim.Jit())}, folder=tmp_path / "r")
+    assert refused == [12] and read_config(tmp_path / "r")["config"]["rounds"] == 12
+
+
+@pytest.mark.parametrize("when", ["the initial state", "the last evaluation"])
+def test_an_error_before_the_first_round_unlocks_the_folder(arguments, make_algorithm, tmp_path, when):
+    def fail(state):
+        raise RuntimeError("The evaluation failed.")
+
+    class Failing(fedsim.algorithms.FedAvg):
+        def init(self, key):
+            assert isinstance(key, jax.core.Tracer), "The initial state failed."
+            return super().init(key)
+
+    given = dict(model=arguments["algorithm"].model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
+    changed = {"algorithm": Failing(**given, execution=fedsim.Jit())}
+    if when == "the last evaluation":
+        run(**{**arguments, "test_data": None}, folder=tmp_path / "r", config={"name": "a"})
+        changed = {"evaluate": fail}
+    with pytest.raises((RuntimeError, AssertionError), match="failed"):
+        run(**{**arguments, **changed}, folder=tmp_path / "r", config={"name": "a"})
+    RunFolder(tmp_path / "r").lock().close()
+
+
+def _with_former_names(stored):
+    """Returns the file of a run or a sweep of SCAFFOLD as earlier versions wrote it."""
+    config = {**stored["config"], "client_devices": stored["config"]["step_seconds"]}
+    config |= {"client_schedule": "exponential", "client_schedule_end": 0.0, "client_schedule_decay": 0.5}
+    config |= {"client_schedule_every": 10, "client_schedule_staircase": False, "hyperparameters": {"option": "I"}}
+    settings = {**stored["settings"], "memory": "stream"}
+    del config["step_seconds"], settings["example_storage"]
+    return {**stored, "config": config, "settings": settings}
+
+
+def _present(**fields):
+    schedule = "exponential(decay=0.5, every=10, staircase=False)"
+    given = dict(algorithm="scaffold", hyperparameters={"control_variate": "I"}, client_schedule=schedule, step_seconds="2")
+    return dataclasses.asdict(RunConfig(**given | fields)), dataclasses.asdict(Settings(example_storage="stream"))
+
+
+def test_a_folder_with_former_names_of_options_holds_the_same_run(tmp_path):
+    config, settings = _present()
+    run_folder = RunFolder(tmp_path / "r")
+    run_folder.initialize(config, {"population": {"clients": 2}}, settings, "1 x cpu", {}).close()
+    former = _with_former_names(read_config(tmp_path / "r"))
+    run_folder.config.write_text(json.dumps(former))
+    run_folder.metrics.write_text('{"round": 1, "seconds": 0.5}\n')
+    stored = read_config(tmp_path / "r")
+    assert (stored["config"], stored["settings"]) == (config, settings)
+    (recorded,) = read_runs(tmp_path)
+    assert recorded.fields["step_seconds"] == "2" and recorded.fields["control_variate"] == "I"
+    run_folder.initialize(config, {"population": {"clients": 2}}, settings, "1 x cpu", {}).close()
+    with pytest.raises(ValueError, match=r'step_seconds: "3" in this run, "2" in the folder'):
+        run_folder.initialize(_present(step_seconds="3")[0], {"population": {"clients": 2}}, settings, "1 x cpu", {})
+
+
+def test_a_sweep_with_former_names_of_options_is_the_same_sweep(tmp_path):
+    config, settings = _present(algorithm="fedavg", hyperparameters={})
+    former = _with_former_names({"config": config, "settings": settings}) | {"varied": {"algorithm": ["fedavg", "scaffold"]}}
+    former["config"]["hyperparameters"] = {}
+    fields = {"algorithm": "scaffold", "hyperparameters": {"option": "I"}, "client_schedule_decay": 0.1}
+    former |= {"seeds": [0], "differing": [[{"algorithm": "fedavg"}, {}], [{"algorithm": "scaffold"}, fields]]}
+    (tmp_path / "sweep.json").write_text(json.dumps(former))
+    stored = read_sweep(tmp_path)
+    assert (stored["config"], stored["settings"]) == (config, settings)
+    schedule = "exponential(decay=0.1, every=10, staircase=False)"
+    expected = {"algorithm": "scaffold", "hyperparameters": {"control_variate": "I"}, "client_schedule": schedule}
+    assert stored["differing"] == [[{"algorithm": "fedavg"}, {}], [{"algorithm": "scaffold"}, expected]]
+    # Also of fields that have the value of the configuration, as those of a sweep in Python may have.
+    present = {**stored, "differing": [[{"algorithm": "scaffold"}, {"rounds": config["rounds"], "hyperparameters": {}}]]}
+    (tmp_path / "sweep.json").write_text(json.dumps(present))
+    assert read_sweep(tmp_path) == present
+
+
+def test_former_names_of_options_are_names_of_own_algorithms_and_of_python(tmp_path):
+    own = {"memory": 1, "option": "a", "client_devices": 2, "client_schedule_end": 3}
+    config = dataclasses.asdict(RunConfig(algorithm="mine.py:Own", hyperparameters=own))
+    for stored in ({"config": config, "settings": {}}, {"config": own, "settings": {"memory": 3}}):
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+        assert read_config(tmp_path) == stored
+    assert RunConfig.from_json(config).hyperparameters == own

@@ -99,6 +99,9 @@ def test_the_results_of_clients_are_a_file_of_the_folder(algorithm, sampler, dat
     (tmp_path / "r/clients.csv").unlink()  # killed before it was written
     run(algorithm, sampler, **arguments)
     assert (tmp_path / "r/clients.csv").read_text() == text
+    (tmp_path / "r/clients.csv").write_text("id,num_examples\na,4\n")  # that of an earlier round
+    run(algorithm, sampler, **arguments)
+    assert (tmp_path / "r/clients.csv").read_text() == text
 
 
 def test_the_bits_of_a_round_do_not_overflow():

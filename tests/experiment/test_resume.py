@@ -19,6 +19,7 @@ import pytest
 import fedsim
 from fedsim.experiment import Checkpoints, best_round, read_config, read_metrics, restore, run
 from fedsim.experiment._metrics_file import MetricsFile
+from fedsim.saved_arrays import checkpoint_folder, write_arrays
 
 
 class KilledError(Exception):
@@ -297,6 +298,24 @@ def test_checkpoint_survives_renaming_a_state_class(tmp_path):
     restored, round = Checkpoints(tmp_path).newest(like)
     assert type(restored) is After and round == 8 and restored.params["linear"]["w"].dtype == jnp.bfloat16
     assert jax.random.key_data(restored.key).tolist() == jax.random.key_data(state.key).tolist() and int(restored.count) == 4
+
+
+@pytest.mark.parametrize("name", ["vector", "number", "key"])
+def test_a_state_that_is_one_array_is_restored(tmp_path, name):
+    state = {"vector": jnp.arange(3.0), "number": jnp.float32(2), "key": jax.random.key(5)}[name]
+    Checkpoints(tmp_path).save(1, state)
+    restored, _ = Checkpoints(tmp_path).newest(jax.eval_shape(lambda: state))
+    assert restored.dtype == state.dtype and jnp.array_equal(restored, state)
+
+
+@pytest.mark.parametrize("state", [{}, {"w": np.zeros((0, 2))}], ids=str)
+def test_a_state_without_numbers_is_restored(tmp_path, state):
+    like = jax.eval_shape(lambda: state)
+    Checkpoints(tmp_path / "new").save(1, state)
+    write_arrays(checkpoint_folder(tmp_path / "old", 1), {"": np.zeros(1)})  # what earlier versions wrote for no array
+    for folder in ("new", "old"):
+        restored, round = Checkpoints(tmp_path / folder).newest(like)
+        assert round == 1 and jax.eval_shape(lambda restored=restored: restored) == like
 
 
 def test_checkpoint_of_another_structure_is_refused_by_name(tmp_path):

@@ -141,19 +141,14 @@ def test_a_callback_ends_the_run_at_the_next_multiple_of_evaluate_every(tmp_path
 
     made = build(CONFIG, Settings())
     for length in (1, "auto"):
-        result = experiment.run(
-            made.algorithm,
-            made.sampler,
-            rounds=20,
-            evaluate_every=4,
-            callbacks=[callback],
-            progress=False,
-            rounds_per_dispatch=length,
-            folder=tmp_path / str(length),
-        )
+        given = dict(rounds=20, evaluate_every=4, callbacks=[callback], progress=False, rounds_per_dispatch=length)
+        result = experiment.run(made.algorithm, made.sampler, **given, folder=tmp_path / str(length))
         assert (result.round, result.stopped) == (8, "a callback said so after round 5") and max(lines) == 8
         (recorded,) = read_runs(tmp_path / str(length))
         assert recorded.is_finished and recorded.state == "round 8 of 20: stopped by a callback"
+    # The callback does not get the lines of the earlier process.
+    again = experiment.run(made.algorithm, made.sampler, **given, folder=tmp_path / "auto")
+    assert (again.round, again.stopped) == (20, None) and lines[-1] == 20 and lines.count(5) == 2
 
 
 def test_members_of_a_sweep_end_by_themselves_and_are_chosen_by_validation_data(tmp_path):

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from fedsim.experiment import read_metrics, run
+from fedsim.experiment import _writers, read_metrics, run
 from fedsim.experiment._writers import TensorBoard, named_scalars, open_writers
 
 
@@ -104,6 +104,61 @@ def test_a_writer_without_its_library_and_one_that_does_not_exist_are_refused(ar
             run(**arguments, folder=tmp_path / name, writers=name)
     with pytest.raises(ValueError, match="wandb"):
         run(**arguments, folder=tmp_path / "r", writers="tensorboard,wand")
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The rows that a tracker gets, ``(round, row)``, and whether its processes finished; it stands for Weights & Biases."""
+    rows = []
+
+    class Recorder(_writers._Tracker):
+        name = "recorder"
+
+        def _open(self, id):
+            return id or "new"
+
+        def _send(self, some):
+            rows.extend(some.items())
+
+        def _end(self, is_finished):
+            rows.append(is_finished)
+
+    monkeypatch.setitem(_writers._WRITERS, "wandb", Recorder)
+    monkeypatch.setitem(_writers._MODULES, "wandb", "json")
+    return rows
+
+
+def test_a_tracker_gets_an_evaluation_that_failed_at_first(arguments, tmp_path, sent):
+    evaluated = []
+
+    def evaluate(state):
+        evaluated.append(len(evaluated))
+        if len(evaluated) == 2:
+            raise RuntimeError("stop")
+        return {"accuracy": 0.5}
+
+    options = {**arguments, "folder": tmp_path / "r", "writers": "wandb", "evaluate": evaluate, "rounds_per_dispatch": 1}
+    with pytest.raises(RuntimeError, match="stop"):
+        run(**options, checkpoint_every=3)
+    assert sent[-1] is False and [round for round, _ in sent[:-1]] == list(range(1, 8))
+    history = run(**options).history
+    rows = [row for row in sent if not isinstance(row, bool)]
+    assert sent[-1] is True and [round for round, _ in rows] == list(range(1, 13))
+    assert [round for round, row in rows if "test/accuracy" in row] == [4, 8, 12]
+    for (round, row), want in zip(rows, expected(history).values(), strict=True):
+        assert row | {"train/seconds": 0} == pytest.approx(want | {"train/seconds": 0}), round  # Some rounds ran twice.
+
+
+def test_a_tracker_gets_the_evaluation_of_a_run_that_ends_where_it_was_interrupted(tmp_path, sent):
+    """As by `fedsim resume --rounds 2` of a run that was interrupted after two rounds of more."""
+    history = [{"round": 1, "loss": 0.5, "seconds": 1}, {"round": 1, "test_loss": 0.4}, {"round": 2, "loss": 0.3, "seconds": 1}]
+    for lines, known, is_finished in ((history, [], False), ([{"round": 2, "test_loss": 0.2}], history, True)):
+        (writer,) = open_writers("wandb", tmp_path, {}, known).values()
+        writer.write(lines)
+        writer.sync()
+        writer.close(is_finished)
+    first, second = ({"train/loss": 0.5, "test/loss": 0.4}, {"train/loss": 0.3, "test/loss": 0.2})
+    assert sent == [(1, {**first, "train/seconds": 1}), False, (2, {**second, "train/seconds": 1}), True]
 
 
 def wandb_records(path):

@@ -22,6 +22,7 @@ import pytest
 
 from fedsim import datasets, experiment, sweeps
 from fedsim.commands import main
+from fedsim.comparison import read_runs
 from fedsim.configuration import build_members
 from fedsim.data import population_identity
 from fedsim.execution import _members, _memory
@@ -656,6 +657,19 @@ def test_a_member_that_was_interrupted_between_evaluations_is_not_finished(tmp_p
     assert [(member.line["round"], "test_accuracy" in member.line) for member in result.members] == [(4, True)]
 
 
+def test_a_member_that_was_killed_before_its_last_files_gets_them(tmp_path, no_pictures, monkeypatch):
+    config = RunConfig(model="digits_logistic", rounds=4, clients=2, evaluate_every=2, stop_when="spent(megabytes=0.01)")
+    arguments = config, Settings(folder=str(tmp_path / "s"), progress=False), {"client_learning_rate": [0.1]}
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "draw", lambda self: self.log.draw(self.paths.path, "", self.sampler))  # those of an earlier signal
+        sweeps.sweep(*arguments)
+    (run,) = read_runs(tmp_path / "s")
+    assert not run.is_finished and run.round == 2 and not (run.folder / "clients.csv").exists()
+    assert len(sweeps.sweep(*arguments).members) == 1
+    (run,) = read_runs(tmp_path / "s")
+    assert run.is_finished and run.ended["round"] == 2 and (run.folder / "clients.csv").exists()
+
+
 def test_a_sweep_does_not_continue_with_other_code(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text("from fedsim.algorithms import FedProx\n\n\nclass Mine(FedProx):\n    pass\n")
@@ -675,6 +689,29 @@ def test_a_setting_without_a_finite_evaluation_is_not_the_best():
     ]
     table = sweeps.SweepResult(members=members, folder=Path("f")).table().splitlines()
     assert table[2].split() == ["9.0", "2", "-"] and table[-1].startswith("best  rate=0.1: accuracy 0.6000")
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "last"),
+    [
+        (
+            {0.1: [0.5, 0.7], 9.0: [0.9]},
+            ["best  rate=0.1: accuracy 0.6000", "left out  rate=9.0: accuracy 0.9000 (1 of 2 seeds"],
+        ),
+        ({0.1: [0.5, 0.7], 9.0: [0.4]}, ["best  rate=0.1: accuracy 0.6000"]),
+        ({0.1: [0.5], 9.0: [0.9]}, ["best  rate=9.0: accuracy 0.9000"]),
+        ({0.1: [0.5, None], 9.0: [0.4]}, ["best  none: every setting with 2 finished seeds", "left out  rate=9.0: accuracy"]),
+    ],
+)
+def test_the_best_setting_is_one_whose_seeds_did_not_fail(accuracies, last):
+    members = [
+        sweeps.SweepMember(setting={"rate": rate}, seed=seed, folder=Path("f"), line={"round": 1, "test_accuracy": value})
+        for rate, values in accuracies.items()
+        for seed, value in enumerate(values)
+    ]
+    table = sweeps.SweepResult(members=members, folder=Path("f")).table()
+    lines = [line for line in table.partition("\n\n")[2].splitlines() if not line.startswith("edge")]
+    assert len(lines) == len(last) and all(map(str.startswith, lines, last)), table
 
 
 def _table(values, diverged=()):
