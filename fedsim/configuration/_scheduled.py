@@ -162,11 +162,11 @@ def prepared(algorithm: Algorithm, sampler: Sampler, synchronization: Synchroniz
             "StaleSynchronous has the same workers in all rounds, so it cannot run with stragglers or attackers of a sampler: "
             "use a sampler without them, or another synchronization model."
         )
-    if isinstance(synchronization, FedBuff):
-        if not hasattr(algorithm, "weighting"):
+    if isinstance(synchronization, FedBuff) and getattr(algorithm, "weighting", None) != "uniform":
+        if not any(field.name == "weighting" and field.init for field in dataclasses.fields(algorithm)):
             raise ValueError(
-                f"FedBuff gives clients equal weights, and {type(algorithm).__name__} has no weighting: use Buffered, in which "
-                "the algorithm weights them."
+                f"FedBuff gives clients equal weights, and {type(algorithm).__name__} takes no weighting: use Buffered, in "
+                "which the algorithm weights them."
             )
         equal: Any = {"weighting": "uniform"}
         algorithm = dataclasses.replace(algorithm, **equal)

@@ -19,6 +19,7 @@ from small_run import SMALL
 
 import fedsim
 from fedsim.commands import main
+from fedsim.commands._configuration import configured
 from fedsim.configuration._client_optimizer import OPTIMIZERS
 from fedsim.experiment import RunConfig, Settings, build, published, read_config, read_metrics, restore
 from fedsim.names import make
@@ -177,6 +178,22 @@ def test_an_algorithm_without_client_optimizer_has_no_such_options(capsys):
     text = capsys.readouterr().out
     assert "--client-learning-rate" not in text and "--server-learning-rate" in text
     assert "--step-seconds" in text and "--client-failures" in text
+
+
+def test_the_weighting_is_no_option_of_algorithms_that_determine_it(capsys):
+    for algorithm in ("ifca", "reptile", "dssgd", "agnosticfedavg"):
+        with pytest.raises(SystemExit):
+            main(["run", "--algorithm", algorithm, "--help", "all"])
+        assert "--weighting {" not in capsys.readouterr().out
+    config = configured(["--algorithm", "reptile"], "fedsim run", "", {}).config
+    assert config.weighting == "uniform"  # so that the folder says what the run does
+
+
+def test_the_help_says_what_an_option_means_in_the_algorithm(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--algorithm", "dssgd", "--help", "communication"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Changes are clipped to [-clip, clip]." in text and "Largest Euclidean norm" not in text
 
 
 @pytest.mark.first(21)
