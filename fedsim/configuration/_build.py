@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 import optax
 
@@ -600,8 +602,20 @@ def _model_of(
         whole = whole.starting_from(read_params(pinned_path(init_from)), names=rules, partly=init_partly)
     if precision in ("bfloat16", "float16"):
         whole = whole.with_precision(precision, loss_scale=loss_scale)
+    elif precision == "float32":
+        _check_full_precision(whole)
     parts = {name: text.split(",") for name, text in {"frozen": frozen, "kept": kept}.items() if text}
     return whole.with_parts(**parts) if parts else whole
+
+
+def _check_full_precision(model: Model) -> None:
+    """Raises ``ValueError`` if a network converts values to half precision itself, which no option undoes."""
+    program = jax.make_jaxpr(model.apply_for_eval)(jax.eval_shape(model.init_whole, jax.random.key(0)), model.dummy_examples(1))
+    if re.search(r"\b(bf16|f16)\[", str(program)):
+        raise ValueError(
+            "Expected a network that computes in float32 for precision='float32', got one that converts values to half "
+            "precision itself: leave precision out, or remove what converts them, such as with_precision or a dtype argument."
+        )
 
 
 def _model(name: str | Callable[..., Model] | None, dataset: str, default: str | Callable[..., Model] | None) -> Model:
