@@ -20,7 +20,8 @@ PAGES = ["primitives", "migration", "systems", "decentralized", "vertical", "few
 # Pages with so many blocks.
 SHORT = {
     "comparison": 1, "deployment": 0, "four_ways": 1, "hooks": 4, "quickstart": 3, "runs_in_python": 4, "scale": 5,
-    "partitions": 1, "compression_and_attacks": 2, "sweeps": 1, "own_algorithm": 3, "tuning": 1, "migration_frameworks": 1,
+    "partitions": 1, "compression_and_attacks": 1, "sweeps": 1, "own_algorithm": 3, "tuning": 1, "migration_frameworks": 1,
+    "evaluation": 5,
 }  # fmt: skip
 
 
