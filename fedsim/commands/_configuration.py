@@ -113,10 +113,11 @@ def configured(arguments: list[str], program: str, purpose: str, others: Mapping
     combinations = [dict(zip(names, values, strict=True)) for values in itertools.product(*names.values())]
     given = [[*single, *(part for name, value in each.items() for part in (_flag(name), value))] for each in combinations]
     known = [_known(own, program, others) for own in given]
-    of_algorithms = {name: option for each in known for name, option in each.of_algorithm.items()}
+    own_options = [each.of_config | each.of_algorithm for each in known]
+    of_any = {name: option for options in own_options for name, option in options.items()}
     found = [
-        _configured(_without(own, of_algorithms, each.of_algorithm), program, purpose, each, others)
-        for own, each in zip(given, known, strict=True)
+        _configured(_without(own, of_any, options), program, purpose, each, others)
+        for own, each, options in zip(given, known, own_options, strict=True)
     ]
     if not names:
         return _sampled(found[0])

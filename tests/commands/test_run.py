@@ -187,6 +187,18 @@ def test_the_weighting_is_no_option_of_algorithms_that_determine_it(capsys):
         assert "--weighting {" not in capsys.readouterr().out
     config = configured(["--algorithm", "reptile"], "fedsim run", "", {}).config
     assert config.weighting == "uniform"  # so that the folder says what the run does
+    algorithms = "fedavg,agnosticfedavg", "agnosticfedavg,fedavg"
+    several = [
+        configured(["--algorithm", each, "--num-domains", "2", "--weighting", "uniform"], "", "", {}) for each in algorithms
+    ]
+    assert [each.config.weighting for each in several] == [
+        "uniform",
+        "examples",
+    ]  # the first algorithm's, which has the option or not
+    assert [[fields.get("weighting") for _, fields in each.differing] for each in several] == [
+        [None, "examples"],
+        [None, "uniform"],
+    ]
 
 
 def test_the_help_says_what_an_option_means_in_the_algorithm(capsys):
