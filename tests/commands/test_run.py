@@ -187,6 +187,9 @@ def test_the_weighting_is_no_option_of_algorithms_that_determine_it(capsys):
         assert "--weighting {" not in capsys.readouterr().out
     config = configured(["--algorithm", "reptile"], "fedsim run", "", {}).config
     assert config.weighting == "uniform"  # so that the folder says what the run does
+
+
+def test_a_general_option_counts_for_the_algorithms_that_take_it():
     algorithms = "fedavg,agnosticfedavg", "agnosticfedavg,fedavg"
     several = [
         configured(["--algorithm", each, "--num-domains", "2", "--weighting", "uniform"], "", "", {}) for each in algorithms
