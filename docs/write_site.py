@@ -35,6 +35,7 @@ SECTIONS: dict[str, list[str]] = {
         "docs/own_algorithm.md",
         "docs/hooks.md",
         "docs/models.md",
+        "docs/evaluation.md",
         "docs/compression_and_attacks.md",
         "docs/privacy.md",
         "docs/systems.md",
@@ -74,9 +75,9 @@ BELOW: dict[str, list[str]] = {
 PUBLIC_MODULES = re.findall(r"\S+", """
     fedsim fedsim.aggregators fedsim.algorithms fedsim.attacks fedsim.augmentations fedsim.commands fedsim.comparison
     fedsim.compressors fedsim.configuration fedsim.data fedsim.datasets fedsim.decentralized fedsim.decentralized.costs
-    fedsim.deployment fedsim.differentiation fedsim.evaluation fedsim.execution fedsim.experiment fedsim.experiment.driving
-    fedsim.formats fedsim.heterogeneity fedsim.metrics fedsim.models fedsim.partitioners fedsim.planning fedsim.plots
-    fedsim.primitives fedsim.privacy fedsim.privacy.attacks
+    fedsim.deployment fedsim.differentiation fedsim.distributed fedsim.evaluation fedsim.execution fedsim.experiment
+    fedsim.experiment.driving fedsim.formats fedsim.heterogeneity fedsim.metrics fedsim.model fedsim.models
+    fedsim.partitioners fedsim.planning fedsim.plots fedsim.primitives fedsim.privacy fedsim.privacy.attacks
     fedsim.reproductions fedsim.rng fedsim.rounds fedsim.samplers fedsim.sweeps fedsim.systems
     fedsim.text fedsim.transfer fedsim.tree fedsim.vertical
 """)  # fmt: skip
@@ -177,9 +178,8 @@ def _target(link: str, page: str, out: Path) -> str:
 
 
 def index(out: Path) -> str:
-    """Returns the first page: what README says first, and the order of all pages."""
+    """Returns the first page: README, and the order of all pages."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    first = readme.split("\n## Where to read on")[0]
     orders = []
     for section, listed in SECTIONS.items():
         places = [pages()[page] for page in listed]
@@ -188,7 +188,7 @@ def index(out: Path) -> str:
         orders.append(
             f"```{{toctree}}\n:hidden:\n:caption: {section}\n\n" + "".join(f"/{place}\n" for place in places) + "```\n"
         )
-    return _linked(first, "README.md", out) + "\n" + "\n".join(orders)
+    return _linked(readme, "README.md", out) + "\n" + "\n".join(orders)
 
 
 def reference() -> dict[str, str]:

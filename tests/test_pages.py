@@ -1,5 +1,6 @@
 """The Python blocks of pages in docs/ run and print what their comments say; the names in their tables exist and are used."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -19,7 +20,8 @@ PAGES = ["primitives", "migration", "systems", "decentralized", "vertical", "few
 # Pages with so many blocks.
 SHORT = {
     "comparison": 1, "deployment": 0, "four_ways": 1, "hooks": 4, "quickstart": 3, "runs_in_python": 4, "scale": 5,
-    "partitions": 1, "compression_and_attacks": 2, "sweeps": 1, "own_algorithm": 3, "tuning": 1, "migration_frameworks": 1,
+    "partitions": 1, "compression_and_attacks": 1, "sweeps": 1, "own_algorithm": 3, "tuning": 1, "migration_frameworks": 1,
+    "evaluation": 5,
 }  # fmt: skip
 
 
@@ -119,8 +121,57 @@ def test_every_function_of_primitives_is_on_its_page():
 def test_the_page_on_primitives_lists_what_is_not_differentiable():
     table = page("primitives")[0].split("| part | reason |")[1].split("\n\n")[0]
     listed = {name for row in table.splitlines() for name in re.findall(r"`([A-Z]\w+)`", row)}
-    registries = fedsim.aggregators.AGGREGATORS, fedsim.compressors.COMPRESSORS, fedsim.algorithms.ALGORITHMS
-    classes = [cls for registry in registries for cls in registry.values()]
-    # A class that inherits the attribute has a property, which is empty, except for DSSGD.
-    declared = {cls.__name__ for cls in classes if isinstance(cls.not_differentiable, str)}
-    assert listed == declared | {"DSSGD"}
+    modules = fedsim.aggregators, fedsim.compressors, fedsim.algorithms
+    bases = fedsim.aggregators.Aggregator, fedsim.compressors.Compressor, fedsim.Algorithm
+    classes = {cls for module in modules for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, bases)}
+    inherited = [base.not_differentiable for base in bases]
+    assert listed == {cls.__name__ for cls in classes if cls.not_differentiable not in inherited}
+
+
+def bare(name):
+    """Returns the letters of the name of an algorithm, which a page may write as q-FedAvg and the code as QFedAvg."""
+    return re.sub(r"[^a-z\d]", "", name.lower())
+
+
+def with_a_model(algorithms):
+    return {bare(name): cls for name, cls in algorithms.items() if "model" in {field.name for field in dataclasses.fields(cls)}}
+
+
+def test_the_page_on_models_lists_which_algorithms_refuse_which_parts():
+    parts = {
+        "all parts": {"frozen", "kept", "statistics", "own_statistics"},
+        "`kept`": {"kept"},
+        "statistics that change": {"statistics", "own_statistics"},
+        '`statistics="average"`': {"statistics"},
+        '`statistics="client"`': {"own_statistics"},
+    }
+    text = page("models")[0].split("| algorithm | refuses | because |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in text.splitlines()[2:]]
+    listed = {}
+    for names, refused in rows:
+        for name in names.split(", "):
+            listed.setdefault(bare(name), set()).update(*(parts[part] for part in refused.split(", ")))
+    without_server = listed.pop(bare("algorithms without a server"))
+    del listed[bare("FixMatch with `server_examples`")]  # FixMatch without them refuses nothing.
+    algorithms = with_a_model(fedsim.algorithms.ALGORITHMS)
+    refusing = {name: set(cls.capabilities.refused_parts) for name, cls in algorithms.items()}
+    for name, cls in with_a_model(fedsim.decentralized.ALGORITHMS).items():
+        refusing[name] = set(cls.capabilities.refused_parts) - without_server
+        assert without_server <= set(cls.capabilities.refused_parts)
+    assert listed == {name: refused for name, refused in refusing.items() if refused}
+    for name, cls in algorithms.items():
+        assert cls.capabilities.model_parts or refusing[name] >= parts["`kept`"] | parts["statistics that change"]
+
+
+def test_pages_list_which_algorithms_refuse_scaled_updates_and_microbatches():
+    algorithms = with_a_model(fedsim.algorithms.ALGORITHMS)
+
+    def listed(name, begin, end):
+        text = " ".join(page(name)[0].split(begin)[1].split(end)[0].split())
+        return {bare(word) for word in re.split(r", | and ", text)} & algorithms.keys()
+
+    several_calls = {"mime", "scaffnew"}
+    fixed = {name for name, cls in algorithms.items() if not cls.capabilities.scalable} - several_calls
+    assert listed("systems", "multiply an update by its staleness weight. ", " use an update in other ways") == fixed
+    whole = {name for name, cls in algorithms.items() if not cls.capabilities.microbatches}
+    assert listed("scale", "compute gradients in their own way (", ") refuse it") == whole

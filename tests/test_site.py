@@ -47,6 +47,12 @@ def test_every_page_and_notebook_is_on_the_site(site):
     assert written - set(site["pages"]()) == set(), "add the page to SECTIONS in docs/write_site.py"
 
 
+def test_every_example_is_listed():
+    page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    files = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
+    assert len(files) > 10 and set(re.findall(r"^\| \[`([^`]+)`\]\(\.\./examples/\1\) \|", page, re.MULTILINE)) == files
+
+
 def test_every_page_is_in_the_order_of_the_first_page(sources, site):
     index = (sources / "index.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^/(\S+)$", index, re.MULTILINE))

@@ -83,10 +83,9 @@ class AgnosticFedAvg(FedAvg):
         of the simplex to λ + rate F, which may set the weight of a domain to 0.
       window: number of rounds over which the examples of the domains are counted.
       model, batches, client_optimizer, server_optimizer: see `FedAvg`.
-      weighting: do not set it, because the domains determine the clients' weights.
 
     Raises:
-      ValueError: an attribute is out of its range, or ``weighting`` is given.
+      ValueError: an attribute is out of its range.
 
     >>> import numpy as np, optax, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros([6, 28, 28, 1], np.uint8), "y": np.zeros(6, np.int32),
@@ -111,6 +110,8 @@ class AgnosticFedAvg(FedAvg):
     preview = "the losses of the domains"
 
     aggregator: Aggregator = dataclasses.field(default_factory=Sum)
+    # It cannot be given, because the domains determine the weights of clients.
+    weighting: Literal["examples", "uniform"] = dataclasses.field(init=False, default="examples")
     num_domains: int
     domain: str = "domain"
     domain_learning_rate: float = 0.1
@@ -122,8 +123,6 @@ class AgnosticFedAvg(FedAvg):
         checks.whole(1, num_domains=self.num_domains, window=self.window)
         checks.number(least=0, domain_learning_rate=self.domain_learning_rate)
         checks.one_of(*STEPS, domain_update=self.domain_update)
-        if self.weighting != "examples":
-            raise ValueError(f"The domains determine the weights of clients, got weighting={self.weighting!r}: leave it out.")
         object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
 
     def check(self, data: FederatedData) -> None:

@@ -87,8 +87,7 @@ class DSSGD(FedAvg):
       epsilon: privacy budget of a participant's upload, for Laplace noise on the threshold and the changes. None adds no noise.
         It needs ``selection="random"`` and ``clip``.
       decay: factor of the counts of updates in each round, in (0, 1].
-      model, batches, client_optimizer, server_optimizer: see `FedAvg`. The paper's optimizers are SGD. ``weighting`` has no
-        effect.
+      model, batches, client_optimizer, server_optimizer: see `FedAvg`. The paper's optimizers are SGD.
 
     Raises:
       ValueError: a fraction or ``decay`` is not in (0, 1], ``clip`` or ``epsilon`` is not positive, or ``epsilon`` is given
@@ -116,6 +115,7 @@ class DSSGD(FedAvg):
     )
 
     aggregator: Aggregator = dataclasses.field(default_factory=Sum)
+    weighting: Literal["examples", "uniform"] = dataclasses.field(init=False, default="uniform")
     theta_u: float = 0.1
     theta_d: float = 1.0
     selection: Literal["largest", "random"] = "largest"

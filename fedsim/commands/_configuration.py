@@ -113,10 +113,11 @@ def configured(arguments: list[str], program: str, purpose: str, others: Mapping
     combinations = [dict(zip(names, values, strict=True)) for values in itertools.product(*names.values())]
     given = [[*single, *(part for name, value in each.items() for part in (_flag(name), value))] for each in combinations]
     known = [_known(own, program, others) for own in given]
-    of_algorithms = {name: option for each in known for name, option in each.of_algorithm.items()}
+    own_options = [each.of_config | each.of_algorithm for each in known]
+    of_any = {name: option for options in own_options for name, option in options.items()}
     found = [
-        _configured(_without(own, of_algorithms, each.of_algorithm), program, purpose, each, others)
-        for own, each in zip(given, known, strict=True)
+        _configured(_without(own, of_any, options), program, purpose, each, others)
+        for own, each, options in zip(given, known, own_options, strict=True)
     ]
     if not names:
         return _sampled(found[0])
@@ -148,13 +149,17 @@ def _sampled(found: Configured) -> Configured:
 
 
 class _Known(NamedTuple):
-    """The dataset, and the options that depend on `Choices`: those of the configuration, of the algorithm, and all."""
+    """The dataset, and the options that depend on `Choices`: those of the configuration, of the algorithm, and all.
+
+    ``fixed`` has the fields of the configuration that the algorithm determines.
+    """
 
     dataset: str
     of_config: dict[str, Option]
     of_algorithm: dict[str, Option]
     every: dict[str, Option]
     source: str
+    fixed: dict[str, Any]
 
 
 def _known(arguments: list[str], program: str, others: Mapping[str, Option]) -> _Known:
@@ -172,6 +177,8 @@ def _known(arguments: list[str], program: str, others: Mapping[str, Option]) -> 
     if datasets.is_file(dataset) and "clients" not in stored["config"]:
         defaults["clients"] = min(10, about.splits["train"][0] or 10)
     of_config = options_of(RunConfig, defaults, _left_out(cls))
+    for name in {"clip", "compressor"} & {field.name for field in dataclasses.fields(cls)}:  # They are the algorithm's own.
+        of_config[name] = of_config[name]._replace(help=_documentation(cls, name))
     own = {
         name: Option("algorithm", kind, defaults.get(name, default), _documentation(cls, name))
         for name, (kind, default) in algorithm_hyperparameters(cls).items()
@@ -183,7 +190,8 @@ def _known(arguments: list[str], program: str, others: Mapping[str, Option]) -> 
     }
     options = {"from": _FROM, "trust": TRUST} | of_data | of_config | {"seeds": _SEEDS, "samples": _SAMPLES} | own
     options |= options_of(Settings, {**stored["settings"], "folder": None}) | {"sweep_mode": SWEEP_MODE} | dict(others)
-    return _Known(dataset, of_config, own, options, source)
+    fixed = {field.name: field.default for field in dataclasses.fields(cls) if field.name == "weighting" and not field.init}
+    return _Known(dataset, of_config, own, options, source, fixed)
 
 
 def _configured(arguments: list[str], program: str, purpose: str, known: _Known, others: Mapping[str, Option]) -> Configured:
@@ -200,7 +208,7 @@ def _configured(arguments: list[str], program: str, purpose: str, known: _Known,
     if values["data"]:
         values["data"] = str(Path(values["data"]).expanduser().resolve())
     general = {field.name: values[field.name] for field in dataclasses.fields(RunConfig) if field.name in values}
-    config = RunConfig(**general, hyperparameters={name: values[name] for name in known.of_algorithm})
+    config = RunConfig(**known.fixed, **general, hyperparameters={name: values[name] for name in known.of_algorithm})
     settings = Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
     return Configured(config, settings, varied, seeds, how, {name: values[name] for name in others}, [], values["samples"])
 
@@ -304,7 +312,7 @@ def _defaults(
 
 def _left_out(cls: type[fedsim.Algorithm]) -> list[str]:
     """Returns the fields of `RunConfig` that have no meaning for an algorithm."""
-    fields = {field.name for field in dataclasses.fields(cls)}
+    fields = {field.name for field in dataclasses.fields(cls) if field.init}
     left_out = ["hyperparameters"] + [name for name in ("weighting",) if name not in fields]
     if "model" not in fields:
         left_out += options_that_build("model")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 import optax
 
@@ -285,6 +287,7 @@ def _algorithm(
         raise ValueError(
             f"{cls.__name__} has no hyperparameter {unknown[0]!r}.{did_you_mean(unknown[0], hyperparameters)} It has: {known}."
         )
+    _check_weighting(cls, config)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     given: dict[str, Any] = {"batches": _batches(config, fields["batches"]), "execution": execution}
     own: dict[str, Any] = dict(config.hyperparameters)
@@ -305,6 +308,8 @@ def _algorithm(
         if config.compressor is not None:
             given["compressor"] = make("compressor", config.compressor, compressors.COMPRESSORS, Compressor)
         config = dataclasses.replace(config, compressor=None)
+    if "clip" in fields:  # It is the algorithm's own, and no norm that an aggregator clips updates to.
+        config = dataclasses.replace(config, clip=None)
     given |= _communication(cls, fields["aggregator"], config) | _graph(cls, config, nodes)
     if "server_optimizer" in given and config.aggregator is not None:
         _check_sum(given["aggregator"], config)
@@ -315,6 +320,16 @@ def _algorithm(
             f"a class in your file that derives from {cls.__name__} and has a default for {missing[0]}, or use Python."
         )
     return made
+
+
+def _check_weighting(cls: type[Algorithm], config: RunConfig) -> None:
+    """Raises ``ValueError`` for a weighting of clients that an algorithm neither takes nor has anyway."""
+    own = next((field for field in dataclasses.fields(cls) if field.name == "weighting"), None)
+    if (own is None or not own.init) and config.weighting not in ("examples", own and own.default):
+        raise ValueError(
+            f"{cls.__name__} determines the weights of clients itself, so it takes no weighting, got weighting="
+            f"{config.weighting!r}: leave it out."
+        )
 
 
 def _share_programs(algorithms: Sequence[Algorithm], configs: Sequence[RunConfig]) -> None:
@@ -468,7 +483,7 @@ def _sampler(data: FederatedData, config: RunConfig, algorithm: Algorithm) -> Sa
         devices = systems.Devices(_law("seconds", config.step_seconds)) if config.step_seconds else None
         sampler: Any = own(data, clients=config.clients, devices=devices, seed=config.seed)
     else:
-        sampler = _named_sampler(config.sampler or "uniform", data, config)
+        sampler = _named_sampler(config.sampler or "uniform", data, config, algorithm)
     if config.stragglers:
         # The sampler draws a fraction of the epochs. If there is a number of steps instead, it is a fraction of the steps.
         epochs = config.epochs if config.steps is None else config.steps
@@ -496,15 +511,15 @@ def _of_server_step(config: RunConfig, attack: str) -> dict[str, int]:
     return {name: number for name, number in own.items() if name not in given}
 
 
-def _named_sampler(text: str, data: FederatedData, config: RunConfig) -> Sampler:
-    """Returns the sampler that a text names, with the clients, the seed and, if it has one, the weighting of the config."""
+def _named_sampler(text: str, data: FederatedData, config: RunConfig, algorithm: Algorithm) -> Sampler:
+    """Returns the named sampler, with the clients and the seed of the config and, if it has one, the algorithm's weighting."""
     name, options = parse_call(text)
     cls: Any = look_up("sampler", name, SAMPLERS)
     given: dict[str, Any] = {"data": data, "clients": config.clients, "seed": config.seed}
     if cls is PoissonSampler:
         given["probability"] = given.pop("clients") / data.num_clients
     if "weighting" in inspect.signature(cls).parameters:
-        given["weighting"] = config.weighting
+        given["weighting"] = getattr(algorithm, "weighting", config.weighting)
     check_options("sampler", name, cls, options, reserved=given)
     return make("sampler", text, SAMPLERS, object, **given)
 
@@ -604,8 +619,20 @@ def _model_of(
         whole = whole.starting_from(read_params(pinned_path(init_from)), names=rules, partly=init_partly)
     if precision in ("bfloat16", "float16"):
         whole = whole.with_precision(precision, loss_scale=loss_scale)
+    elif precision == "float32":
+        _check_full_precision(whole)
     parts = {name: text.split(",") for name, text in {"frozen": frozen, "kept": kept}.items() if text}
     return whole.with_parts(**parts) if parts else whole
+
+
+def _check_full_precision(model: Model) -> None:
+    """Raises ``ValueError`` if a network converts values to half precision itself, which no option undoes."""
+    program = jax.make_jaxpr(model.apply_for_eval)(jax.eval_shape(model.init_whole, jax.random.key(0)), model.dummy_examples(1))
+    if re.search(r"\b(bf16|f16)\[", str(program)):
+        raise ValueError(
+            "Expected a network that computes in float32 for precision='float32', got one that converts values to half "
+            "precision itself: leave precision out, or remove what converts them, such as with_precision or a dtype argument."
+        )
 
 
 def _model(

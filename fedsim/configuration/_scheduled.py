@@ -171,11 +171,11 @@ def prepared(algorithm: Algorithm, sampler: Sampler, synchronization: Synchroniz
             f"and those of {synchronization} have one update: use Synchronous, Buffered with a larger size, or an attack "
             "without collusion, such as SignFlip."
         )
-    if isinstance(synchronization, FedBuff):
-        if not hasattr(algorithm, "weighting"):
+    if isinstance(synchronization, FedBuff) and getattr(algorithm, "weighting", None) != "uniform":
+        if not any(field.name == "weighting" and field.init for field in dataclasses.fields(algorithm)):
             raise ValueError(
-                f"FedBuff gives clients equal weights, and {type(algorithm).__name__} has no weighting: use Buffered, in which "
-                "the algorithm weights them."
+                f"FedBuff gives clients equal weights, and {type(algorithm).__name__} takes no weighting: use Buffered, in "
+                "which the algorithm weights them."
             )
         equal: Any = {"weighting": "uniform"}
         algorithm = dataclasses.replace(algorithm, **equal)

@@ -37,8 +37,8 @@ class Batches:
     """The batch size and the number of steps of a client's local training.
 
     The examples are shuffled again for every epoch and every round. The epochs are concatenated and then divided into batches,
-    as in FedJAX and TFF, so a batch may contain the end of one epoch and the start of the next. The last batch may be partial,
-    which its mask shows. With ``steps``, every client takes exactly that many full batches, whatever its number of examples.
+    as in TFF, so a batch may contain the end of one epoch and the start of the next. The last batch may be partial, which its
+    mask shows. With ``steps``, every client takes exactly that many full batches, whatever its number of examples.
 
     Attributes:
       size: number of examples per batch.

@@ -28,7 +28,7 @@ from fedsim.deployment._processes import FlowerProcesses, check_flower
 from fedsim.durable_files import replace_text
 from fedsim.execution import DividedRound
 from fedsim.experiment import Result, run_experiment
-from fedsim.experiment.driving import DEPLOYMENT, Checkpoints, RunFolder, is_personal
+from fedsim.experiment.driving import DEPLOYMENT, Checkpoints, RunFolder, is_personal, stop_rules
 from fedsim.rounds import Staleness
 from fedsim.samplers import checked_cohort
 from fedsim.systems import Policy
@@ -161,6 +161,11 @@ def check_options(config: RunConfig, settings: Settings, node_data: str | None =
     given = {name: getattr(config, name) for name in (*simulated, "attack", "topology") if getattr(config, name)}
     for name, value in given.items():
         raise ValueError(f"Expected a run that can be deployed, got {name}={value!r}: {_SIMULATE}, or leave it out.")
+    if any(getattr(rule, "seconds", None) is not None for rule in stop_rules(config.stop_when)):
+        raise ValueError(
+            f"Expected no limit of simulated seconds in a deployment, which has no virtual clock, got stop_when="
+            f"{config.stop_when!r}: limit megabytes or rounds."
+        )
     for name in ("validation", "labels") if node_data is not None else ():
         if (value := getattr(config, name)) is not None:
             raise ValueError(

@@ -31,7 +31,7 @@ from fedsim.experiment._identity import describe, process_identity, rows_identit
 from fedsim.experiment._lines import Line, clients_table, evaluation_line, observed, plain, round_lines
 from fedsim.experiment._report import devices_of
 from fedsim.experiment._run_log import Callback, RunLog
-from fedsim.experiment._stop_rules import stop_rules
+from fedsim.experiment._stop_rules import check_has_clock, stop_rules
 from fedsim.experiment._trust import imported_modules
 from fedsim.rounds import RoundInfo
 from fedsim.samplers import Observation, Sampler, check_fits, checked_cohort, is_steered
@@ -116,6 +116,7 @@ class Run(Rounds):
         self._compute_scores = evaluate or default_evaluation(algorithm, first.data, test_data, like)
         self._validate = default_evaluation(algorithm, first.data, validation_data, like, "validation_data")
         self._rules = dict(zip((stop_when or "").split(" or "), stop_rules(stop_when), strict=False))
+        check_has_clock(self._rules.values(), algorithm, first)
         self._can_stop = bool(self._rules or callbacks)
         self.stopped: str | None = None
         self._stopped_by: str | None = None

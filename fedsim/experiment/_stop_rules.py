@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from fedsim import checks
+from fedsim.algorithm import Algorithm
+from fedsim.data import Cohort
 from fedsim.experiment._lines import Line, is_better
 from fedsim.names import make
 from fedsim.run_files import megabytes_of, scalar_metrics, shown_number
@@ -104,7 +106,7 @@ class Spent:
 
     Attributes:
       megabytes: 10⁶ bytes, of all clients in both directions; None for no limit.
-      seconds: simulated seconds; None for no limit.
+      seconds: simulated seconds; None for no limit. A run without a virtual clock refuses it before its first round.
 
     >>> Spent(megabytes=1).reason([{"round": 1, "bits_up": 8_000_000, "bits_down": 800_000}])
     'clients sent and received 1.1 MB'
@@ -124,11 +126,6 @@ class Spent:
         if self.megabytes is not None and megabytes >= self.megabytes:
             return f"clients sent and received {megabytes:,.1f} MB"
         times = [line["simulated_seconds"] for line in history if "simulated_seconds" in line]
-        if self.seconds is not None and history and not times:
-            raise ValueError(
-                f"Expected a run with a virtual clock for spent(seconds={self.seconds:g}), got one without: give an option "
-                "such as --step-seconds 1, or limit megabytes."
-            )
         return (
             f"{times[-1]:,.1f} simulated seconds" if self.seconds is not None and times and times[-1] >= self.seconds else None
         )
@@ -148,6 +145,18 @@ def stop_rules(text: str | None) -> list[StopRule]:
     """
     parts = text.split(" or ") if text is not None else []
     return [make("stop rule", part.strip(), STOP_RULES, StopRule) for part in parts]
+
+
+def check_has_clock(rules: Iterable[StopRule], algorithm: Algorithm, cohort: Cohort) -> None:
+    """Raises ``ValueError`` if a rule limits simulated seconds and a run with such cohorts has none."""
+    limits = [rule.seconds for rule in rules if isinstance(rule, Spent) and rule.seconds is not None]
+    if limits and "simulated_seconds" not in cohort.measures:
+        is_simulable = not hasattr(algorithm, "topology") and type(algorithm).apply is Algorithm.apply
+        clock = ", or give the run a clock, such as --step-seconds 1 (fedsim.experiment.simulate)" if is_simulable else ""
+        raise ValueError(
+            f"Expected a run with a virtual clock for spent(seconds={limits[0]:g}), got one without: limit megabytes or "
+            f"rounds{clock}."
+        )
 
 
 def _evaluations(history: Sequence[Line], metric: str) -> list[Line]:

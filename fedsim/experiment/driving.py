@@ -39,6 +39,7 @@ from fedsim.experiment._run import Run as Run
 from fedsim.experiment._run import Stopwatch as Stopwatch
 from fedsim.experiment._run_log import Callback as Callback
 from fedsim.experiment._signals import Interruption as Interruption
+from fedsim.experiment._stop_rules import stop_rules as stop_rules
 from fedsim.experiment._trust import check_trusted as check_trusted
 from fedsim.experiment._trust import imported_modules as imported_modules
 from fedsim.experiment._trust import rewrite as rewrite

@@ -61,7 +61,7 @@ class _Exponential(Mean):
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity(_Tokens):
-    """The exponential of the mean softmax cross-entropy of tokens, over all tokens that it is the perplexity of.
+    """The exponential of the mean softmax cross-entropy of tokens, over all tokens that count, of a client or of all.
 
     Attributes:
       masked_labels: labels that do not count, such as the id of padding.

@@ -139,7 +139,12 @@ _SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("scope", d
 
 @contextlib.contextmanager
 def scope_of(parts: Any, mask: jax.Array | None = None, trained: Any = None) -> Iterator[Scope]:
-    """A context in which functions of a model get these parts, () for a model without parts; see `Scope`."""
+    """A context in which functions of a model get these parts, () for a model without parts; see `Scope`.
+
+    >>> with scope_of(ModelParts(frozen={"w": 1.0})):
+    ...     current_scope().parts.frozen
+    {'w': 1.0}
+    """
     scope = Scope(parts or ModelParts(), mask, trained)
     token = _SCOPE.set(scope)
     try:
@@ -149,7 +154,11 @@ def scope_of(parts: Any, mask: jax.Array | None = None, trained: Any = None) -> 
 
 
 def current_scope() -> Scope:
-    """Returns the scope of the innermost context; outside of all, one without parts."""
+    """Returns the scope of the innermost context; outside of all, one without parts.
+
+    >>> current_scope().parts == ModelParts()
+    True
+    """
     return _SCOPE.get() or Scope(ModelParts())
 
 

@@ -335,7 +335,6 @@ def test_a_domain_keeps_the_counts_of_its_last_window_with_examples():
         ({"window": 0}, "Expected window >= 1, got window=0"),
         ({"domain_learning_rate": -1.0}, "Expected domain_learning_rate >= 0 and finite, got domain_learning_rate=-1.0"),
         ({"domain_update": "none"}, "got domain_update='none'"),
-        ({"weighting": "uniform"}, "got weighting='uniform': leave it out"),
     ],
 )
 def test_invalid_agnostic_fedavg_settings_are_rejected(wrong, message):

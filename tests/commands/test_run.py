@@ -181,6 +181,37 @@ def test_an_algorithm_without_client_optimizer_has_no_such_options(capsys):
     assert "--step-seconds" in text and "--client-failures" in text
 
 
+def test_the_weighting_is_no_option_of_algorithms_that_determine_it(capsys):
+    for algorithm in ("ifca", "reptile", "dssgd", "agnosticfedavg"):
+        with pytest.raises(SystemExit):
+            main(["run", "--algorithm", algorithm, "--help", "all"])
+        assert "--weighting {" not in capsys.readouterr().out
+    config = configured(["--algorithm", "reptile"], "fedsim run", "", {}).config
+    assert config.weighting == "uniform"  # so that the folder says what the run does
+
+
+def test_a_general_option_counts_for_the_algorithms_that_take_it():
+    algorithms = "fedavg,agnosticfedavg", "agnosticfedavg,fedavg"
+    several = [
+        configured(["--algorithm", each, "--num-domains", "2", "--weighting", "uniform"], "", "", {}) for each in algorithms
+    ]
+    assert [each.config.weighting for each in several] == [
+        "uniform",
+        "examples",
+    ]  # the first algorithm's, which has the option or not
+    assert [[fields.get("weighting") for _, fields in each.differing] for each in several] == [
+        [None, "examples"],
+        [None, "uniform"],
+    ]
+
+
+def test_the_help_says_what_an_option_means_in_the_algorithm(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--algorithm", "dssgd", "--help", "communication"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Changes are clipped to [-clip, clip]." in text and "Largest Euclidean norm" not in text
+
+
 @pytest.mark.first(21)
 @pytest.mark.parametrize(
     ("arguments", "expected"),

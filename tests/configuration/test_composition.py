@@ -18,11 +18,11 @@ BUFFERED = "buffered(size=1, concurrency=3)"
 
 
 def built(**changes):
-    return build(RunConfig(dataset="digits", **changes), Settings(execution="jit"))[:3]
+    return build(RunConfig(dataset="digits", **changes), Settings(execution="jit"))
 
 
 def test_names_and_their_options_are_combined_into_one_aggregator():
-    algorithm, _, _ = built(
+    algorithm, *_ = built(
         aggregator="trimmed_mean(trim=0.2)", compressor="top_k(fraction=0.5)", error_feedback=True, clip=2.0, downlink="cast"
     )
     clipped = algorithm.aggregator
@@ -34,7 +34,7 @@ def test_names_and_their_options_are_combined_into_one_aggregator():
 
 
 def test_aggregators_and_attacks_are_nested_by_name():
-    algorithm, sampler, _ = built(
+    algorithm, sampler, *_ = built(
         aggregator="bucketing(size=3, inner='krum(attackers=1)')",
         attack="model_replacement(inner='label_flip(num_classes=10)', server_learning_rate=0.5)",
         clients=20,
@@ -60,6 +60,21 @@ def test_model_replacement_scales_by_the_updates_of_a_server_step(options, chang
     assert (attack.clients, attack.attackers) == (clients, attackers)
 
 
+def test_clip_of_an_algorithm_that_clips_itself_is_its_own():
+    algorithm, *_ = built(algorithm="dssgd", clip=0.01, hyperparameters={"epsilon": 1.0, "selection": "random"})
+    assert (algorithm.clip, type(algorithm.aggregator)) == (0.01, aggregators.Sum)
+
+
+def test_a_sampler_has_the_weighting_that_an_algorithm_determines():
+    algorithm, sampler, *_ = built(algorithm="ifca", sampler="importance_by_norm")
+    assert algorithm.weighting == sampler.weighting == "uniform"
+
+
+@pytest.mark.parametrize("algorithm", ["reptile", "fedavg"])
+def test_fedbuff_gives_clients_equal_weights(algorithm):
+    assert built(algorithm=algorithm, synchronization="fedbuff(size=5, concurrency=10)").algorithm.weighting == "uniform"
+
+
 def test_every_field_that_options_build_is_one_of_an_algorithm():
     classes = [*algorithms.ALGORITHMS.values(), *decentralized.ALGORITHMS.values()]
     options = [*dataclasses.fields(RunConfig), *dataclasses.fields(Settings)]
@@ -69,13 +84,13 @@ def test_every_field_that_options_build_is_one_of_an_algorithm():
 
 
 def test_without_names_the_algorithm_s_defaults_are_used():
-    algorithm, sampler, _ = built()
+    algorithm, sampler, *_ = built()
     assert type(algorithm.aggregator) is aggregators.Mean and algorithm.downlink is None
     assert type(sampler) is samplers.UniformSampler
 
 
 def test_cohorts_have_attackers_and_stragglers():
-    _, sampler, _ = built(attack="sign_flip", attackers=0.3, stragglers=0.5, epochs=5, clients=20)
+    _, sampler, *_ = built(attack="sign_flip", attackers=0.3, stragglers=0.5, epochs=5, clients=20)
     cohorts = [sampler.cohort(round) for round in range(20)]
     assert {int((cohort.work < 1).sum()) for cohort in cohorts} == {10}
     assert 0.2 < sum(cohort.attackers.mean() for cohort in cohorts) / 20 < 0.4
@@ -94,6 +109,11 @@ def test_cohorts_have_attackers_and_stragglers():
             "ChocoSGD has a compressor of its own, for which error_feedback=True has no meaning",
         ),
         (dict(clip=-1.0), "clip=-1.0"),
+        (dict(algorithm="dpsgd", weighting="uniform"), "DPSGD determines the weights of clients itself"),
+        (
+            dict(algorithm="agnosticfedavg", weighting="uniform", hyperparameters={"num_domains": 2}),
+            "AgnosticFedAvg determines the weights of clients itself, so it takes no weighting, got weighting='uniform'",
+        ),
         (dict(aggregator="bucketing(inner='kurm')"), "There is no aggregator 'kurm'. Did you mean 'krum'"),
         (dict(aggregator="bucketing(inner=3)"), "Expected inner to name a registered aggregator, in quotes, got inner=3"),
         (dict(aggregator="bucketing(inner='mine.py:own')"), "Expected inner to name a registered aggregator"),

@@ -114,3 +114,11 @@ def test_a_run_in_half_precision():
     np.testing.assert_array_equal(outputs(precision="bfloat16", loss_scale=4.0, frozen="linear/*"), expected)
     np.testing.assert_array_equal(outputs(precision="float32"), outputs())
     assert (outputs() != expected).any()
+
+
+def test_a_network_that_computes_in_half_precision_itself_is_not_called_float32(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import fedsim\ndef half() -> fedsim.Model:\n    return fedsim.models.digits_dense().with_precision('bfloat16')\n"
+    )
+    with pytest.raises(ValueError, match="for precision='float32', got one that converts values to half precision itself"):
+        build(RunConfig(model=f"{tmp_path}/own.py:half", precision="float32"), Settings())

@@ -295,6 +295,7 @@ def test_messages_keep_every_dtype():
     [
         ({"attack": "sign_flip"}, "got attack='sign_flip': simulate it"),
         ({"message_loss": 0.1}, "got message_loss=0.1: simulate it"),
+        ({"stop_when": "spent(seconds=9)"}, "which has no virtual clock, got stop_when='spent"),
         ({"algorithm": "dpsgd"}, "DPSGD cannot be deployed, because it has no server"),
         ({"algorithm": "fedper"}, "FedPer cannot be deployed, because clients have models of their own"),
         ({"algorithm": "mime"}, "a round with a single clients.aggregate, got Mime with the calls gradient, update"),

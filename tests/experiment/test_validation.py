@@ -1,6 +1,7 @@
 """Validation data: how they are set apart, what is chosen by them, and runs that end early."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from fedsim.comparison import read_runs
 from fedsim.configuration import RunConfig, Settings, build
 from fedsim.configuration._validation import with_validation
 from fedsim.experiment import best_round, read_metrics, run_experiment
+from fedsim.experiment.driving import Run, arguments_of
 
 DATASET = "digits(clients=12)"
 CONFIG = RunConfig(dataset=DATASET, model="digits_logistic", clients=4, rounds=40, evaluate_every=3, validation="0.25")
@@ -125,10 +127,21 @@ def test_rules_read_validation_metrics_bytes_and_simulated_seconds():
     spent = experiment.STOP_RULES["spent"](seconds=10)
     clock = history({"simulated_seconds": 6.0}, {"simulated_seconds": 12.0})
     assert spent.reason(clock[:1]) is None and spent.reason(clock) == "12.0 simulated seconds"
-    with pytest.raises(ValueError, match="Expected a run with a virtual clock"):
-        spent.reason(history({"loss": 0.5}))
     with pytest.raises(ValueError, match="metric='f1': choose one of accuracy"):
         experiment.STOP_RULES["reached"](value=0.5, metric="f1").reason(history({"validation_accuracy": 0.5}))
+
+
+@pytest.mark.parametrize(("algorithm", "clock"), [("fedavg", ", or give the run a clock"), ("dpsgd", ".")])
+def test_a_limit_of_simulated_seconds_needs_a_clock(algorithm, clock):
+    def start(**options):
+        config = RunConfig(algorithm=algorithm, stop_when="spent(seconds=10)", **options)
+        made = build(config, Settings())
+        Run(made.algorithm, made.sampler, **arguments_of(made, config, Settings()), evaluate=None, callbacks=[])
+
+    with pytest.raises(ValueError, match=f"got one without: limit megabytes or rounds{re.escape(clock)}"):
+        start()
+    if algorithm == "fedavg":
+        start(step_seconds="1")
 
 
 @pytest.mark.slow
