@@ -173,7 +173,7 @@ class RunFolder:
         if "population" in stored and (names := run["population"].keys() & {"dataset", "topology"}):
             # Earlier versions drew a dataset or a topology whose seed is not given with seed 0 and did not record it.
             before = _drawn_with_0(run["config"]["dataset"], run["config"]["topology"])
-            stored["population"] = {name: before[name] for name in names} | stored["population"]
+            stored = {**stored, "population": {name: before[name] for name in names} | stored["population"]}
         new, old = _entries(run), _entries(stored)
         # An earlier version of fedsim did not record all that identifies a population.
         added = new.keys() - old.keys() if "population" in stored else set()
