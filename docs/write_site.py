@@ -203,6 +203,7 @@ def reference() -> dict[str, str]:
 def _module_page(module: str, described: dict[int, str]) -> str:
     groups: dict[str, list[str]] = {"class": [], "function": [], "data": []}
     elsewhere, plain = [], []
+    again: set[str] = set()
     for name in sorted(exported(module)):
         value = getattr(importlib.import_module(module), name)
         kind = "class" if inspect.isclass(value) and value is not Any else "function" if inspect.isroutine(value) else "data"
@@ -211,7 +212,11 @@ def _module_page(module: str, described: dict[int, str]) -> str:
         if kind != "data" and id(value) in described:
             elsewhere.append(described[id(value)])
             continue
+        # Sphinx finds a type of arguments by its last name, which several modules may have: the first one is meant.
+        known = kind == "data" and any(other.endswith(f".{name}") for other in described.values())
         described[id(value)] = f"{module}.{name}"
+        if known:
+            again.add(f"{module}.{name}")
         (plain if kind == "data" else groups[kind]).append(f"{module}.{name}")
     lines = [module, "=" * len(module), "", f".. automodule:: {module}", "   :no-members:", ""]
     for kind, title in (("class", "Classes"), ("function", "Functions")):
@@ -221,7 +226,9 @@ def _module_page(module: str, described: dict[int, str]) -> str:
             for name in names:
                 lines += [f".. auto{kind}:: {name}", *(["   :members:"] if kind == "class" else []), ""]
     if plain:
-        lines += ["Constants and types", "-" * 19, "", *(f".. py:data:: {name.rpartition('.')[2]}\n" for name in plain)]
+        lines += ["Constants and types", "-" * 19, ""]
+        for name in plain:
+            lines += [f".. py:data:: {name.rpartition('.')[2]}", *(["   :no-index:"] if name in again else []), ""]
     if elsewhere:
         lines += ["Described on another page", "-" * 25, "", *(f"- :py:obj:`{name}`" for name in elsewhere), ""]
     return "\n".join(lines) + "\n"
