@@ -115,6 +115,10 @@ def configured(arguments: list[str], program: str, purpose: str, others: Mapping
     known = [_known(own, program, others) for own in given]
     own_options = [each.of_config | each.of_algorithm for each in known]
     of_any = {name: option for options in own_options for name, option in options.items()}
+    for name in ("clip", "compressor"):  # In some algorithms these are hyperparameters of their own.
+        meanings = {each.of_config[name].help for each in known if name in each.of_config}
+        if len(meanings) > 1 and any(argument.partition("=")[0] == _flag(name) for argument in arguments):
+            raise ValueError(f"{_flag(name)} means different things in these algorithms: give it to one of them alone.")
     found = [
         _configured(_without(own, of_any, options), program, purpose, each, others)
         for own, each, options in zip(given, known, own_options, strict=True)

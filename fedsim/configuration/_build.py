@@ -628,7 +628,8 @@ def _model_of(
 def _check_full_precision(model: Model) -> None:
     """Raises ``ValueError`` if a network converts values to half precision itself, which no option undoes."""
     program = jax.make_jaxpr(model.apply_for_eval)(jax.eval_shape(model.init_whole, jax.random.key(0)), model.dummy_examples(1))
-    if re.search(r"\b(bf16|f16)\[", str(program)):
+    # Not of the program itself, whose arguments may be examples in half precision.
+    if any(re.search(r"\b(bf16|f16)\[", str(equation)) for equation in program.jaxpr.eqns):
         raise ValueError(
             "Expected a network that computes in float32 for precision='float32', got one that converts values to half "
             "precision itself: leave precision out, or remove what converts them, such as with_precision or a dtype argument."

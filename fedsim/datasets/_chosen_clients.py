@@ -41,7 +41,7 @@ def choose_clients(
     Args:
       name: name of the dataset.
       splits: name of each split to its population, often memory-mapped.
-      clients: number of clients of ``train`` to keep; None returns the splits as they are.
+      clients: number of clients of ``train`` to keep; None keeps all.
       seed: the same seed keeps the same clients. The clients of ``clients=k`` are among those of ``clients=k + 1``.
       cache: the dataset's folder in the cache.
       same_clients: the splits in which a client of ``train`` has the same name. If none of a split's clients is in ``train``,

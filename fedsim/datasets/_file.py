@@ -45,6 +45,7 @@ _TEST_FRACTION = 0.2
 _CLIENTS = 10
 _WITHOUT_CLASSES = ("iid", "quantity_skew")
 _UNSCALED = np.zeros((), bool)
+_MOST_MARKS = 2  # different texts for a missing value, such as "?" and "n/a"
 _WITH_COMMAS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")  # 1,234.5
 
 
@@ -267,7 +268,7 @@ class _Table:
                 self._check("features", "--features", pattern)
             names += found
         for each in names if features else others:
-            self._check_numbers_in_text(each, "leave the column out of features= (--features)")
+            self._check_numbers_in_text(each, "leave the column out of features= (--features)", is_named=bool(features))
         if not features:
             # A column without a name is usually that of row numbers, which pandas writes.
             names = [each for each in others if columns[each].dtype != object and each]
@@ -301,14 +302,19 @@ class _Table:
                 f"correct {option}= ({flag})."
             )
 
-    def _check_numbers_in_text(self, name: str, otherwise: str) -> None:
-        """Raises ``ValueError`` for texts that seem to be numbers, with commas or with a few others such as ``?``."""
+    def _check_numbers_in_text(self, name: str, otherwise: str, *, is_named: bool = False) -> None:
+        """Raises ``ValueError`` for texts that seem to be numbers, with commas or with a few others such as ``?``.
+
+        A feature that is named may be one of codes, most of which look like numbers, such as 250, 401 and V57.
+        """
         column, absent = self.rows.columns[name], self.rows.missing.get(name, np.False_)
         if column.dtype != object:
             return
         texts = {text for text in set(column.tolist()) if text and not is_number(text)}
         wrong = [row for row, text in enumerate(column) if text in texts]
         others = [row for row in wrong if not _WITH_COMMAS.fullmatch(column[row])]
+        if is_named and len({column[row] for row in others}) > _MOST_MARKS:
+            return
         if wrong and 2 * len(others) < len(column) - int(absent.sum()):
             text = column[wrong[0]]
             if wrong[0] in others:

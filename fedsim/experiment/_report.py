@@ -103,16 +103,9 @@ def closing_table(
         for split in shown:
             rows += [evaluation_table(evaluated, split, diverged=warning is not None), ""]
         rows += [*_best_by_validation(history), ""] if "validation" in shown else []
-    rows.append(
-        f"wall time  {seconds:.1f} s"
-        + (
-            f", {rate:,.0f} rounds/s"
-            if rate and rate >= 10
-            else f", {rate:.{'2f' if rate >= 0.01 else '2g'}} rounds/s"
-            if rate
-            else ""
-        )
-    )
+    rows.append(f"wall time  {seconds:.1f} s")
+    if rate:
+        rows[-1] += f", {rate:{',.0f' if rate >= 10 else '.2f' if rate >= 0.01 else '.2g'}} rounds/s"
     clock = [line for line in history if "updates_late" in line]
     if clock:
         total = {name: sum(line[name] for line in clock) for name in ("updates_late", "updates_lost", "updates_dropped")}

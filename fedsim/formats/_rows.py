@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import itertools
@@ -195,16 +194,18 @@ def _populations(source: Path, kind: str) -> dict[str, FederatedData]:
     """Reads the splits train, test and validation of a file that states clients, or its only split as train."""
     if kind == "packed":
         return {"train": FederatedData.open(source)}
-    options: dict[str, Any] = (
-        {"floats": np.float64} if kind in ("leaf", "json_lines") else {}
-    )  # Whoever standardizes rounds after that.
+    # Whoever standardizes rounds after that.
+    options: dict[str, Any] = {"floats": np.float64} if kind in ("leaf", "json_lines") else {}
     try:
         streams = {name: read(source, split=name, format=kind, **options) for name in _SPLITS}
     except ValueError:  # The format has no splits, or the file has others.
         streams = {"train": read(source, format=kind, **options)}
     for name in _VALIDATION if "test" in streams else ():
-        with contextlib.suppress(ValueError):  # There is no such split.
-            streams.setdefault("validation", read(source, split=name, format=kind, **options))
+        try:
+            streams["validation"] = read(source, split=name, format=kind, **options)
+            break
+        except ValueError:  # There is no such split.
+            continue
     return {name: stream.load() for name, stream in streams.items()}
 
 

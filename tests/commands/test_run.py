@@ -182,12 +182,18 @@ def test_an_algorithm_without_client_optimizer_has_no_such_options(capsys):
 
 
 def test_the_weighting_is_no_option_of_algorithms_that_determine_it(capsys):
-    for algorithm in ("ifca", "reptile", "dssgd", "agnosticfedavg"):
+    for algorithm in ("fedavg", "ifca", "reptile", "dssgd", "agnosticfedavg"):
         with pytest.raises(SystemExit):
             main(["run", "--algorithm", algorithm, "--help", "all"])
-        assert "--weighting {" not in capsys.readouterr().out
+        assert ("--weighting {" in capsys.readouterr().out) == (algorithm == "fedavg")
     config = configured(["--algorithm", "reptile"], "fedsim run", "", {}).config
     assert config.weighting == "uniform"  # so that the folder says what the run does
+
+
+def test_an_option_that_means_different_things_in_several_algorithms_is_refused():
+    for given in ["--clip", "0.1"], ["--clip=0.1"]:
+        with pytest.raises(ValueError, match="--clip means different things in these algorithms"):
+            configured(["--algorithm", "fedavg,dssgd", *given], "fedsim run", "", {})
 
 
 def test_a_general_option_counts_for_the_algorithms_that_take_it():

@@ -220,6 +220,11 @@ def test_texts_that_are_mostly_no_numbers_are_classes_and_categories(tmp_path):
     (tmp_path / "a.csv").write_text("\n".join(["user,x,y", *lines]))
     found = datasets.load(f"{tmp_path}/a.csv", client="user", features="x")
     assert found.description.class_names == ["7", "no", "yes"] and found.train.columns["x"].shape[1:] == (3,)
+    codes = ["250", "401", "428", "428", "V57", "E909", "V30"] * 6
+    (tmp_path / "c.csv").write_text(
+        "\n".join(["user,x,y", *(f"{'ann' if i % 3 else 'bob'},{x},{i % 2}" for i, x in enumerate(codes))])
+    )
+    assert datasets.load(f"{tmp_path}/c.csv", client="user", features="x").train.columns["x"].shape[1:] == (6,)
     # Classes that are mostly numbers are named as such.
     (tmp_path / "b.csv").write_text(
         "\n".join(["user,x,y", *(f"ann,{x},{'other' if x == 7 else x % 3}" for x in range(40)), "bob,1,1"])
