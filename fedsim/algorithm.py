@@ -36,9 +36,9 @@ class Capabilities:
         weight may scale it. Updates are not scalable if they are no step, such as a mean, if their parts enter the server's
         state in different ways, or if clients also store them. A class that overrides `client_update`,
         `server_update`, `broadcast` or `round` must declare it again.
-      repeatable: a client may be drawn several times for a round, which multiplies its weight, as in
-        `fedsim.samplers.ClusteredSampling`. It may not if what it keeps changes by `fedsim.rounds.Client.arrival_weight` times
-        its update, because twice the change from one value to the next goes beyond it.
+      repeatable: a client may have a weight above 1 in a round, as one that `fedsim.samplers.ClusteredSampling` draws twice. It
+        may not if its memory changes by its weight, `fedsim.rounds.Client.arrival_weight`, times the difference to the new
+        value, which would then go beyond that value.
       model_parts: clients may change other parts of the model than the parameters that the algorithm sees, such as running
         statistics, or parameters that each client keeps, see `fedsim.Model.with_parts`. Frozen parts are no such parts.
         Clients train from what the server sent and from `Client.parts`, as `LocalTraining.run` does, and return the parts in
@@ -424,7 +424,7 @@ def map_clients(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Same:
-    """An object that is compared by identity. Equal ones may have changed, as a method's object may, or have no hash."""
+    """Compares an object by identity: two equal methods may read an object that has changed, and some have no hash."""
 
     value: Any
 

@@ -386,9 +386,9 @@ def num_bits(a: Tree) -> int:
 def bits_dtype(most: int) -> Any:
     """Returns the dtype for numbers of bits up to ``most``: ``uint32`` (exact) below 2**32, else ``float32`` (rounded).
 
-    Hence the bits of a model with 134 million parameters or more are counted to seven digits, and never overflow (compressed:
-    half as many, because a message may be larger than what it compresses). The choice is
-    static, because ``most`` is known from shapes; `add_bits` makes the same choice.
+    So the bits of a model with 134 million parameters or more are counted to seven digits, and never overflow. If messages are
+    compressed, this holds from 67 million on, because a message may be larger than what it compresses. The choice is static,
+    because ``most`` is known from shapes; `add_bits` makes the same choice.
 
     >>> bits_dtype(2**32 - 1).__name__, bits_dtype(2**32).__name__
     ('uint32', 'float32')

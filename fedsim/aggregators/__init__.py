@@ -10,6 +10,7 @@ from fedsim.aggregators._aggregator import SumAggregator as SumAggregator
 from fedsim.aggregators._aggregator import Update as Update
 from fedsim.aggregators._aggregator import Wrapper as Wrapper
 from fedsim.aggregators._aggregator import accumulation_dtype as accumulation_dtype
+from fedsim.aggregators._aggregator import widened as widened
 from fedsim.aggregators._aux_mean import AuxMean as AuxMean
 from fedsim.aggregators._aux_mean import WithAux as WithAux
 from fedsim.aggregators._aux_mean import with_aux_of as with_aux_of

@@ -202,6 +202,15 @@ def accumulation_dtype(dtype: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.float32
 
 
+def widened(a: Any) -> Any:
+    """Returns a pytree with each leaf in its `accumulation_dtype`, for what rounding in half precision would spoil.
+
+    >>> str(widened({"w": jnp.ones(2, jnp.bfloat16)})["w"].dtype)
+    'float32'
+    """
+    return jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), a)
+
+
 class WeightedTotal(NamedTuple):
     """The sum of weight times update, in the update's structure, and the sum of the weights, ``float32 []``."""
 

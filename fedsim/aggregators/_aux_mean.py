@@ -86,7 +86,7 @@ class AuxMean(Wrapper):
         sent, bits = self.inner.send(update.update, server_memory, memory, key), tree.num_bits(update.aux)
         return sent._replace(
             update=WithAux(sent.update, update.aux),
-            bits=tree.add_bits(sent.bits, bits, most=tree.num_bits(update)),
+            bits=tree.add_bits(sent.bits, bits, most=2 * tree.num_bits(update)),
             entropy_bits=sent.entropy_bits + jnp.float32(bits),
         )
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, rng, tree
-from fedsim.aggregators._aggregator import Memory, Sent, SumAggregator, Update, accumulation_dtype
+from fedsim.aggregators._aggregator import Memory, Sent, SumAggregator, Update, accumulation_dtype, widened
 from fedsim.aggregators._clipped import check_floats
 
 
@@ -144,7 +144,7 @@ class GaussianMechanism(SumAggregator):
         return jnp.float32(self.clip.start) if isinstance(self.clip, AdaptiveClip) else ()
 
     def send(self, update: Update, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
-        wide = jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), update)  # Rounding could make it longer.
+        wide = widened(update)  # Rounding could make it longer.
         sent = super().send(update, server_memory, memory, key)
         if not isinstance(self.clip, AdaptiveClip):
             return sent._replace(update=tree.clip(wide, self.clip))

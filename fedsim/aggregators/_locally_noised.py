@@ -12,7 +12,7 @@ import dataclasses
 import jax
 
 from fedsim import checks, rng, tree
-from fedsim.aggregators._aggregator import Memory, Sent, Update, Wrapper, accumulation_dtype
+from fedsim.aggregators._aggregator import Memory, Sent, Update, Wrapper, widened
 from fedsim.aggregators._clipped import check_floats
 
 
@@ -66,7 +66,7 @@ class LocallyNoised(Wrapper):
         check_floats("LocallyNoised", update)
 
     def send(self, update: Update, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
-        wide = jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), update)  # Rounding could make it longer.
+        wide = widened(update)  # Rounding could make it longer.
         noise = tree.scale(rng.normal_like(rng.stream(key, "local noise"), wide), self.noise_multiplier * self.clip)
         noised = tree.add(tree.clip(wide, self.clip), noise)
         noised = jax.tree.map(lambda x, like: x.astype(like.dtype), noised, update)

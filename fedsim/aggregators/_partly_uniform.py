@@ -30,7 +30,7 @@ class PartlyUniform(SumAggregator):
 
     Attributes:
       names: patterns of `fnmatch` for the names of the parameters with equal weights, such as ``"linear_2/*"``. They are names
-        in the update; where this has more than one array for a parameter, as in SCAFFOLD, a name begins with ``0/`` or ``1/``.
+        in the update; where this has more than one array for a parameter, as in MimeLite, a name begins with ``0/`` or ``1/``.
 
     Raises:
       ValueError: ``names`` are no patterns, or, when the first round is traced, a pattern matches no array of the update.

@@ -63,8 +63,8 @@ def measured(training: LocalTraining, mu: jax.Array | float = 0.0) -> LocalTrain
 def check_linear(what: str, client_optimizer: optax.GradientTransformation | Schedule, model: Model) -> None:
     """Raises ``ValueError`` unless an optimizer's steps are linear in the gradients and do not depend on the parameters.
 
-    Every array of the model must move as the scalar does, for which steps are measured: a mask by rank or name, such as that of
-    a weight decay, leaves it out.
+    Every array that clients train must move as the scalar does, for which steps are measured: a mask by rank or name, such as
+    that of a weight decay, leaves it out.
 
     Args:
       what: what requires this, for the error message.

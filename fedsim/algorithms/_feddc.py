@@ -127,8 +127,7 @@ class FedDC(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        if self.weighting == "examples":
-            check_weights_all_alike(self, "the server multiplies the mean by the cohort's share of all examples")
+        check_weights_all_alike(self, "the server multiplies the mean by the cohort's share of all examples")
         check_linear("FedDC", self.client_optimizer, self.model)
 
 

@@ -82,8 +82,7 @@ class FedDyn(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        if self.weighting == "examples":
-            check_weights_all_alike(self, "the server multiplies the mean by the cohort's share of all examples")
+        check_weights_all_alike(self, "the server multiplies the mean by the cohort's share of all examples")
 
     def init(self, key: jax.Array) -> FedDynState:
         state = super().init(key)

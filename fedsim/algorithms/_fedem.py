@@ -94,7 +94,7 @@ class FedEM(FedAvg):
     def check(self, data: FederatedData) -> None:
         super().check(data)
         with jax.ensure_compile_time_eval():
-            starts = jax.tree.leaves(self.model.init(jax.random.key(0, impl=rng.IMPLEMENTATION)))
+            starts = jax.tree.leaves(self.model.init(rng.root(0)))
             are_equal = all(bool(jnp.all(x == x[:1])) for x in starts)
         if self.num_components > 1 and are_equal:
             raise ValueError(

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from fedsim import checks
+from fedsim.aggregators import widened
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._server_step import from_fields
@@ -34,7 +35,7 @@ from fedsim.model import Params
 
 
 class Moments(NamedTuple):
-    """m and v of Algorithm 2, each with the shapes of the parameters."""
+    """m and v of Algorithm 2, each with the shapes of the parameters, at least ``float32``."""
 
     m: Params
     v: Params
@@ -45,12 +46,15 @@ def adaptive(algorithm: Any, second_moment: Callable[[jax.Array, jax.Array], jax
     rate, b1, tau = algorithm.server_learning_rate, algorithm.b1, algorithm.tau
 
     def init(params: Params) -> Moments:
+        params = widened(params)
         return Moments(jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda x: jnp.full_like(x, tau**2), params))
 
     def update(gradient: Params, state: Moments, params: Params | None = None) -> tuple[Params, Moments]:
-        m = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.m, gradient)
-        v = jax.tree.map(lambda v, g: second_moment(v, jnp.square(g)), state.v, gradient)
-        return jax.tree.map(lambda m, v: -rate * m / (jnp.sqrt(v) + tau), m, v), Moments(m, v)
+        wide = widened(gradient)
+        m = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.m, wide)
+        v = jax.tree.map(lambda v, g: second_moment(v, jnp.square(g)), state.v, wide)
+        steps = jax.tree.map(lambda m, v, g: (-rate * m / (jnp.sqrt(v) + tau)).astype(g.dtype), m, v, gradient)
+        return steps, Moments(m, v)
 
     return optax.GradientTransformation(init, update)
 
@@ -78,9 +82,7 @@ class FedAdagrad(FedAvg):
     0.0
     """
 
-    capabilities = Capabilities(
-        quadratic={"server_learning_rate": 0.3}, scalable=True, model_parts=True, microbatches=True, accumulates=True
-    )
+    capabilities = Capabilities(quadratic={"server_learning_rate": 0.3}, scalable=True, model_parts=True, microbatches=True)
 
     server_learning_rate: float = 1e-2
     b1: float = 0.0
@@ -110,9 +112,7 @@ class FedAdam(FedAvg):
     ValueError: Expected 0 <= b2 < 1, got b2=1.5.
     """
 
-    capabilities = Capabilities(
-        quadratic={"server_learning_rate": 0.03}, scalable=True, model_parts=True, microbatches=True, accumulates=True
-    )
+    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03}, scalable=True, model_parts=True, microbatches=True)
 
     server_learning_rate: float = 1e-2
     b1: float = 0.9
@@ -145,9 +145,7 @@ class FedYogi(FedAvg):
     0.99
     """
 
-    capabilities = Capabilities(
-        quadratic={"server_learning_rate": 0.03}, scalable=True, model_parts=True, microbatches=True, accumulates=True
-    )
+    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03}, scalable=True, model_parts=True, microbatches=True)
 
     server_learning_rate: float = 1e-2
     b1: float = 0.9

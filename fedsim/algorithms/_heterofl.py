@@ -115,8 +115,7 @@ class HeteroFL(FedAvg):
             "the server divides the sum of movements, and so the noise, by the share of the clients that have an entry, which "
             "has no noise",
         )
-        if self.weighting == "examples":
-            check_weights_all_alike(self, "the server divides the mean of movements by the share of the weight of examples")
+        check_weights_all_alike(self, "the server divides the mean of movements by the share of the weight of examples")
 
     @property
     def _sizes(self) -> dict[str, int]:

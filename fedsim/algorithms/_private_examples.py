@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, rng, tree
-from fedsim.aggregators import accumulation_dtype
+from fedsim.aggregators import accumulation_dtype, widened
 from fedsim.algorithms._descent import needs_loss
 from fedsim.algorithms._local_training import LocalTraining, divided
 from fedsim.data import Batch
@@ -82,7 +82,7 @@ def with_private_examples(training: LocalTraining, *, clip: float, noise_multipl
         def one(example: Batch) -> tuple[jax.Array, Params]:
             with current_scope().inner():
                 loss, gradient = single.loss_and_gradient(params, example)
-            wide = jax.tree.map(lambda g: g.astype(accumulation_dtype(g.dtype)), gradient)
+            wide = widened(gradient)
             counts = example.mask[0] & jnp.isfinite(tree.squared_norm(wide))
             kept = jax.tree.map(lambda g: jnp.where(counts, g, 0), wide)
             return jnp.where(example.mask[0], loss, 0), tree.clip(kept, clip)

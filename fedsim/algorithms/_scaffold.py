@@ -133,7 +133,6 @@ class SCAFFOLD(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        if self.weighting == "examples":
-            check_weights_all_alike(self, "the server multiplies the mean by the cohort's share of all examples")
+        check_weights_all_alike(self, "the server multiplies the mean by the cohort's share of all examples")
         if self.control_variate == "II":
             check_linear("SCAFFOLD's option II", self.client_optimizer, self.model)

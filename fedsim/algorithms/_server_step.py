@@ -60,7 +60,7 @@ def check_weights_all_alike(algorithm: Algorithm, reason: str) -> None:
     if isinstance(algorithm.aggregator.innermost, PartlyUniform):
         raise ValueError(
             f"Expected an aggregator with the same weights for all parameters with {type(algorithm).__name__}, got "
-            f"PartlyUniform: {reason}. Use another aggregator, or weighting='uniform', with which it changes nothing."
+            f"PartlyUniform: {reason}. Use another aggregator."
         )
 
 

@@ -48,7 +48,7 @@ def check_exact(user: str, feature: str, edges: np.ndarray, data: FederatedData)
     if whole and (found := data.label_range(feature)) and max(-found[0], found[1]) > 2**24:
         raise ValueError(
             f"{user} reads {feature!r} as float32, which has all whole numbers up to 2**24 only, got {found[0]} to {found[1]}: "
-            + remedy
+            "subtract a constant from the feature, or, if the rounding is meant, convert the column to float32."
         )
 
 

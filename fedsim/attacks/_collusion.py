@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import rng, tree
-from fedsim.aggregators import Aggregator, StackAggregator, Wrapper, accumulation_dtype, with_aux_of, with_empty_aux
+from fedsim.aggregators import Aggregator, StackAggregator, Wrapper, accumulation_dtype, widened, with_aux_of, with_empty_aux
 from fedsim.attacks._attack import Attack, Update
 
 
@@ -40,7 +40,7 @@ class HonestStatistics(NamedTuple):
         2.0
         """
         clients = jnp.sum(is_honest, dtype=jnp.float32)
-        wide = _wide(updates)
+        wide = widened(updates)
 
         def mean(x: jax.Array) -> jax.Array:
             return jnp.sum(jnp.where(tree.per_row(is_honest, x), x, 0), axis=0) / jnp.maximum(clients, 1).astype(x.dtype)
@@ -89,7 +89,7 @@ class Collusion(Attack):
 
 
 class Moments(NamedTuple):
-    """Number of updates, their mean, the sum of squared differences from it, and for each leaf of an update a 0 of its dtype.
+    """Number of updates, their mean, the sum of squared differences from it, and for each leaf a 0 of the dtype that is sent.
 
     The mean and the squares are at least ``float32``.
     """
@@ -152,7 +152,7 @@ class _CollusionWrapper(Wrapper):
 
     def _send(self, update: Update) -> Update:
         """Returns an update as the server receives it from a client without a memory, for its form."""
-        key = jax.random.key(0, impl=rng.IMPLEMENTATION)
+        key = rng.root(0)
         return self.inner.send(update, self.inner.init(update), self.inner.client_memory(update), key).update
 
     def zero(self, update: Update, slots: int) -> _Accumulator:
@@ -165,7 +165,7 @@ class _CollusionWrapper(Wrapper):
 
     def accumulate(self, accumulator: _Accumulator, update: Update, weight: jax.Array, slot: jax.Array) -> _Accumulator:
         honest = jnp.where(self.attackers[slot], 0, weight)
-        mean = _wide(update)
+        mean = widened(update)
         updates = accumulator.updates
         if self.attack.needs_updates:
             updates = _STACK.accumulate(updates, with_empty_aux(update), honest, slot)
@@ -202,7 +202,7 @@ class _CollusionWrapper(Wrapper):
         known = HonestStatistics(with_empty_aux(mean), with_empty_aux(deviation), clients, attackers)
         if self.attack.needs_updates:
             updates, honest = _STACK.stacked(accumulator.updates)
-            known = known._replace(updates=_wide(updates), is_honest=honest != 0)
+            known = known._replace(updates=widened(updates), is_honest=honest != 0)
         update = jax.tree.map(lambda x, own: x.astype(own.dtype), with_aux_of(mean, self.attack.collude(known)), like)
 
         def add_attacker(slot: jax.Array, inner: Any) -> Any:
@@ -217,10 +217,6 @@ class _CollusionWrapper(Wrapper):
             return jax.lax.cond(weights[slot] != 0, add_attacker, lambda _, inner: inner, slot, inner)
 
         return super().finish_round(jax.lax.fori_loop(0, len(weights), add, accumulator.inner), memory, key)
-
-
-def _wide(updates: Update) -> Update:
-    return jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), updates)
 
 
 def _merge(moments: Moments, weights: jax.Array) -> tuple[Moments, jax.Array]:

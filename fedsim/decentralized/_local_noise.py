@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from fedsim import checks, rng, tree
-from fedsim.aggregators import accumulation_dtype
+from fedsim.aggregators import widened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,7 @@ class LocalNoise:
 
     def __call__(self, movement: Any, key: jax.Array) -> Any:
         """Returns the movement of one node, clipped and with noise, in its dtype: half precision is rounded after the noise."""
-        wide = jax.tree.map(
-            lambda x: x.astype(accumulation_dtype(x.dtype)), movement
-        )  # Noise has few values in half precision.
+        wide = widened(movement)  # Noise has few values in half precision.
         noise = tree.scale(rng.normal_like(key, wide), self.multiplier * self.norm)
         noised = tree.add(tree.clip(wide, self.norm), noise)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), noised, movement)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fedsim import rng, tree
-from fedsim.aggregators import accumulation_dtype
+from fedsim.aggregators import widened
 from fedsim.decentralized._block_exchange import BlockExchange
 from fedsim.decentralized._mixing import TOLERANCE, Matrix
 from fedsim.decentralized._robust_mixing import RobustMixing
@@ -178,7 +178,7 @@ class Mixer:
             held = self.blocks.exchanged(held, round)
         if sent is not None:
             held = jax.tree.map(lambda own, x: jnp.concatenate([own, x]), values, held)
-        own, held = (jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), each) for each in (values, held))
+        own, held = map(widened, (values, held))
         if robust is not None:
             received = jax.tree.map(lambda x: x[taken.places], held)
             mixed = jax.vmap(robust, in_axes=(0, 1, 1))(own, received, taken.weights)

@@ -192,7 +192,7 @@ class _Work:
         """Returns what the server sends in a first round of ``fine_tune``, if its class is not that of the algorithm."""
         if self.fine_tune is None or self._continues:
             return ()
-        sent = _first_sent(self.fine_tune, jax.random.key(0, impl=rng.IMPLEMENTATION))
+        sent = _first_sent(self.fine_tune, rng.root(0))
         return sent._replace(round=getattr(shared, "round", sent.round))
 
     def params(self, arguments: tuple[Shared, Any, Any, Any, jax.Array], client: Client) -> Params:
@@ -286,7 +286,7 @@ def _check_algorithms(algorithm: Any, fine_tune: Any, recalibrate: bool) -> None
             "Expected fine_tune to be an algorithm with train, whose clients train one model, such as FedAvg, got "
             f"{type(fine_tune).__name__}."
         )
-    key = jax.random.key(0, impl=rng.IMPLEMENTATION)
+    key = rng.root(0)
     start = getattr(jax.eval_shape(functools.partial(_first_sent, fine_tune), key), "params", None)
     whole = jax.tree.map(jnp.shape, start) == jax.tree.map(jnp.shape, jax.eval_shape(algorithm.model.init, key))
     if not whole and type(fine_tune) is not type(algorithm):

@@ -79,14 +79,14 @@ by batches, as in fedsim.models.resnet8(norm='batch').
     kept = kept_with(model)
     if "averages" in kept:
         return
-    whole = model.init_whole(jax.random.key(0, impl=rng.IMPLEMENTATION))
+    whole = model.init_whole(rng.root(0))
     draw = np.random.default_rng(0)
 
     def any_like(x: Any) -> jax.Array:
         return jnp.asarray(draw.uniform(-1, 1, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else x, x.dtype)
 
     examples = {name: any_like(x) for name, x in model.dummy_examples(2).items()}
-    batch = Batch(examples, jnp.ones(2, bool), jax.random.key(0, impl=rng.IMPLEMENTATION), jnp.int32(0))
+    batch = Batch(examples, jnp.ones(2, bool), rng.root(0), jnp.int32(0))
     drawn = jax.tree.map(any_like, _statistics(model, whole))
     zeros = jax.tree.map(jnp.zeros_like, drawn)
 

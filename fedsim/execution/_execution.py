@@ -500,7 +500,7 @@ def without_arrivals(cohort: Cohort, source: str) -> Cohort:
 
 def _check_arriving(algorithm: FederatedAlgorithm, cohort: Cohort) -> None:
     """Raises ``ValueError`` if the clients of an algorithm cannot have other examples in other rounds."""
-    if getattr(getattr(algorithm, "capabilities", None), "reads_on", False):
+    if algorithm.capabilities.reads_on:
         raise ValueError(
             f"The clients of {type(algorithm).__name__} go on to read their examples in the order of earlier rounds, so no "
             "examples can arrive between rounds: use a sampler without Arriving, or another algorithm."

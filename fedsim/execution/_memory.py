@@ -91,7 +91,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
             f"{type(algorithm).__name__}: an average of that precision does not change by small steps. Give the model float32 "
             "parameters, with which Model.with_precision computes in half precision, or set averaging=None."
         )
-    if algorithm.capabilities.accumulates and (half := _half_precision(state.params)):
+    if algorithm.capabilities.accumulates and (half := _half_precision(getattr(state, "params", ()))):
         raise ValueError(
             f"{type(algorithm).__name__} needs parameters of at least float32, got {half}: it keeps sums over rounds, which in "
             "that precision would lose small terms. Give the model float32 parameters, with which Model.with_precision "

@@ -79,7 +79,7 @@ def place_clients(
     batches = batches or Batches(size=1, shuffle=False)
     cohort.data.check_dtypes()
     cohort.data.check_range(cohort.data.columns)
-    batches.check(cohort.data.sizes)
+    batches.check(cohort.sizes)
     data, slots = cohort.data, len(cohort)
     sizes, first_rows = cohort.sizes, cohort.starts
     ranges = [np.arange(first, first + size) for first, size in zip(first_rows, sizes, strict=True)]

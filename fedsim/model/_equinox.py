@@ -89,7 +89,7 @@ def network(make: Callable[[jax.Array], Any], axis_name: str, call: Call) -> Net
 
         return with_norms(share, with_state(module, first))
 
-    module = eqx.filter_jit(made)(jax.random.key(0, impl=rng.IMPLEMENTATION))
+    module = eqx.filter_jit(made)(rng.root(0))
     check_statistics("equinox", jax.tree.map(lambda node: node if is_index(node) else None, module, is_leaf=is_index))
     for norm in filter(is_norm, jax.tree.leaves(module, is_leaf=is_norm)):
         if norm.axis_name != axis_name:

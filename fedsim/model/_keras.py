@@ -74,7 +74,7 @@ def network(make: Callable[[], Any], call: Call) -> Network:
 
         def value(variable: Any, number: int) -> jax.Array:
             if _is_seed(variable):
-                seed = jax.random.fold_in(jax.random.key(0, impl=rng.IMPLEMENTATION) if key is None else key, number)
+                seed = jax.random.fold_in(rng.root(0) if key is None else key, number)
                 return jax.random.bits(seed, variable.shape, variable.dtype)
             layer, name = _names(variable)
             return whole[layer][name]

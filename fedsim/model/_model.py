@@ -541,7 +541,7 @@ class Model:
         def train(params: Params, key: jax.Array) -> Any:  # A function of its own, since JAX does not trace one again.
             return self.apply_for_train(params, jax.tree.map(jnp.asarray, self.dummy_examples(2)), key)
 
-        key = jax.random.key(0, impl=rng.IMPLEMENTATION)
+        key = rng.root(0)
         with scope_of(ModelParts(), jnp.array([True, False])) as scope:
             jax.eval_shape(train, jax.eval_shape(self.init_whole, key), key)
         if not scope.reads_mask:

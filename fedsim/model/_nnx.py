@@ -94,9 +94,7 @@ def network(make: Callable[[Any], Any], call: Call) -> Network:
     return Network(
         init=lambda key: joined(*parts(made(key))),
         train=train,
-        evaluate=lambda whole, examples: nnx.merge(evaluated, whole, with_key(jax.random.key(0, impl=rng.IMPLEMENTATION)))(
-            *read(examples), **eval_kwargs
-        ),
+        evaluate=lambda whole, examples: nnx.merge(evaluated, whole, with_key(rng.root(0)))(*read(examples), **eval_kwargs),
         is_statistic=joined(jax.tree.map(lambda _: False, params), jax.tree.map(lambda _: True, statistics))
         if statistics
         else None,

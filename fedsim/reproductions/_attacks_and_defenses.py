@@ -179,7 +179,7 @@ def _inversion(model: Model, defence: _Defence, data: FederatedData, rounds: int
     labels = jnp.asarray(y[rows[0]])
 
     def update_of(images: jax.Array) -> Any:
-        batch = Batch({"x": images, "y": labels}, jnp.ones(_IMAGES, bool), jax.random.key(0, impl=rng.IMPLEMENTATION), 0)
+        batch = Batch({"x": images, "y": labels}, jnp.ones(_IMAGES, bool), rng.root(0), 0)
         return jax.grad(model.train_loss)(params, batch)
 
     images = x[rows[0]].astype(np.float32) / 16

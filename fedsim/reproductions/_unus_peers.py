@@ -75,7 +75,7 @@ def _run(request: Request) -> Iterator[Row]:
         client_learning_rate=_RATE, evaluate_every=extent.rounds,
     )  # fmt: skip
     folder = Path(tempfile.mkdtemp())
-    first = build(config, Settings()).algorithm.init(jax.random.key(0, impl=rng.IMPLEMENTATION)).params
+    first = build(config, Settings()).algorithm.init(rng.root(0)).params
     write_params(folder / "first.npz", first)
     config = dataclasses.replace(config, init_from=str(folder / "first.npz"))
     began = time.perf_counter()

@@ -129,7 +129,8 @@ def send_down(downlink: Any, shared: Shared, memory: Any, key: jax.Array) -> tup
 def most_bits(plain: int, compressed: bool) -> int:
     """Returns the largest size of a message in bits, from that of what is sent.
 
-    A compressed message may be larger, for example with the places of all values, but not twice as large.
+    A compressed message may be larger, for example with the places of all values, but for parameters of 32 bits not twice as
+    large.
 
     >>> most_bits(96, compressed=False), most_bits(96, compressed=True)
     (96, 192)

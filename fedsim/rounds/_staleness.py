@@ -157,8 +157,8 @@ def check_scales(algorithm: Any, weights: np.ndarray, scales: np.ndarray) -> Non
     if np.any(weights > 1) and not algorithm.capabilities.repeatable:
         raise ValueError(
             f"Expected weights of at most 1 in arrivals for {type(algorithm).__name__}, got {weights.max():.6g}: its clients "
-            "keep a memory that changes by so many times their update, and grows without bound. Use a sampler that draws no "
-            "client twice, such as UniformSampler, or staleness weights of at most 1."
+            "keep a memory that changes by so many times the difference to its new value, and goes beyond it. Use a sampler "
+            "that draws no client twice, such as UniformSampler, or staleness weights of at most 1."
         )
 
 

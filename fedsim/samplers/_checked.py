@@ -93,6 +93,12 @@ def check_fits(sampler: Sampler, algorithm: Any) -> None:
             f"Expected an algorithm with the aggregator Mean for {type(inner).__name__}, got aggregator={aggregator}: its "
             "scaled updates are right on average only in the mean. Give another sampler or Mean()."
         )
+    capabilities = getattr(algorithm, "capabilities", None)
+    if getattr(inner, "repeats", False) and capabilities is not None and not capabilities.repeatable:
+        raise ValueError(
+            f"{type(inner).__name__} may draw a client twice for a round, and clients of {type(algorithm).__name__} keep a "
+            "memory that changes by the client's weight times its update: use another sampler, such as UniformSampler."
+        )
     names = getattr(sampler, "observes", ())
     if "update_norm" in names and not getattr(algorithm, "update_norms", False):
         raise ValueError(

@@ -24,7 +24,7 @@ class ClusteredSampling(SeededSampler):
 
     A client that is drawn from two groups is in the cohort once and has twice the weight, as ``Cohort.arrivals`` says, so the
     algorithm needs ``staleness=fedsim.Staleness(bound=0)``, and ``weighting="uniform"``, because clients are drawn by size.
-    `SCAFFOLD`, `FedDC` and `FedDyn` refuse a client with twice the weight, because of what their clients keep.
+    `SCAFFOLD`, `FedDC` and `FedDyn` cannot be run with it, because of what their clients keep.
 
     Args:
       data: the population.
@@ -48,6 +48,7 @@ class ClusteredSampling(SeededSampler):
     """
 
     weighting = "uniform"
+    repeats = True  # A client may be drawn twice for a round.
 
     def __init__(self, data: FederatedData, *, clients: int, seed: int | jax.Array) -> None:
         super().__init__(data, clients=clients, seed=seed)

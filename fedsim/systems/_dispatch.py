@@ -138,8 +138,11 @@ class Clients:
         if math.isinf(stop):  # The client goes offline for good.
             assert devices.intervals is not None
             stop, free = max(start, devices.intervals.last(client)), math.inf
-            ends = lambda step: devices.advance(client, begun, factor * step * float(devices.seconds_per_step[client]))  # noqa: E731
-            trained = bisect.bisect_left(range(1, trained + 1), math.inf, key=ends)
+
+            def end_of(step: int) -> float:
+                return devices.advance(client, begun, factor * step * float(devices.seconds_per_step[client]))
+
+            trained = bisect.bisect_left(range(1, trained + 1), math.inf, key=end_of)  # the steps that it ends
         copies_down = int(downloaded and fault.doubled_down)
         copies_up = int(uploaded and fault.doubled_up)
         lost = downloads - downloaded + uploads - uploaded

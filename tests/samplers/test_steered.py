@@ -251,6 +251,8 @@ def test_a_client_drawn_three_times_is_refused_where_its_memory_changes_by_its_w
     settings = {"client_optimizer": optax.sgd(0.1), "batches": fedsim.Batches(size=4)}
     algorithm = cls(model=federation.model(), staleness=fedsim.Staleness(bound=0), **settings)
     assert clusters.cohort(0).arrivals.weights.max() == 3
+    with pytest.raises(ValueError, match=f"ClusteredSampling may draw a client twice for a round, and clients of {name} keep"):
+        samplers.check_fits(clusters, algorithm)
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     with pytest.raises(ValueError, match=f"weights of at most 1 in arrivals for {name}, got 3: .* such as UniformSampler"):
         algorithm.apply(state, clusters.cohort(0))
