@@ -383,6 +383,18 @@ def num_bits(a: Tree) -> int:
     return sum(map(bits, jax.tree.leaves(a)))
 
 
+def most_bits(plain: int, *, compressed: bool) -> int:
+    """Returns the largest size of a message in bits, from that of what is sent.
+
+    A compressed message may be larger, for example with the places of all values, but for parameters of 32 bits not twice as
+    large.
+
+    >>> most_bits(96, compressed=False), most_bits(96, compressed=True)
+    (96, 192)
+    """
+    return 2 * plain if compressed else plain
+
+
 def bits_dtype(most: int) -> Any:
     """Returns the dtype for numbers of bits up to ``most``: ``uint32`` (exact) below 2**32, else ``float32`` (rounded).
 

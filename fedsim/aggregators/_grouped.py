@@ -72,7 +72,8 @@ class Grouped(Wrapper):
     def send(self, update: Member, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
         sent = self.inner.send(update.update, _select_group(server_memory, update.group), memory, key)
         entropy_bits = sent.entropy_bits + jnp.float32(math.log2(self.groups))
-        bits = tree.add_bits(sent.bits, 32, most=2 * tree.num_bits(update))
+        most = tree.most_bits(tree.num_bits(update), compressed=not self.inner.sends_unchanged)
+        bits = tree.add_bits(sent.bits, 32, most=most)
         return sent._replace(update=Member(update.group, sent.update), bits=bits, entropy_bits=entropy_bits)
 
     def zero(self, update: Member, slots: int) -> Accumulator:

@@ -122,20 +122,8 @@ def send_down(downlink: Any, shared: Shared, memory: Any, key: jax.Array) -> tup
     sent = downlink.transmit(floats, key, memory)
     received = iter(sent.value)
     params = jax.tree.map(lambda x: next(received) if tree.is_float(x) else x, getattr(shared, "params", shared))
-    bits = tree.add_bits(sent.bits, plain - tree.num_bits(floats), most=most_bits(plain, compressed=True))
+    bits = tree.add_bits(sent.bits, plain - tree.num_bits(floats), most=tree.most_bits(plain, compressed=True))
     return with_params(shared, params), sent.memory, bits
-
-
-def most_bits(plain: int, compressed: bool) -> int:
-    """Returns the largest size of a message in bits, from that of what is sent.
-
-    A compressed message may be larger, for example with the places of all values, but for parameters of 32 bits not twice as
-    large.
-
-    >>> most_bits(96, compressed=False), most_bits(96, compressed=True)
-    (96, 192)
-    """
-    return 2 * plain if compressed else plain
 
 
 def compressed_floats(shared: Shared) -> list[Any]:

@@ -16,7 +16,7 @@ from fedsim.attacks import Attack
 from fedsim.data import Batch
 from fedsim.model import ModelParts, scope_of
 from fedsim.primitives import Placed, Placement
-from fedsim.rounds._call import Call, check_update, most_bits, send_down, send_up
+from fedsim.rounds._call import Call, check_update, send_down, send_up
 from fedsim.rounds._client import Client, ClientPlan, ClientUpdate, batch_loop, client_of, client_plans, training_steps
 from fedsim.rounds._plan import RoundPlan
 from fedsim.rounds._staleness import Staleness
@@ -240,7 +240,7 @@ class Clients:
         received, memory, bits_down = send_down(downlink, shared, memory, rng.round_key(key, self.plan.round, "downlink"))
         if jax.tree.leaves(memory):
             self.downlink_states[name] = memory
-        most = most_bits(tree.num_bits((shared, statistics)), compressed=downlink is not None)
+        most = tree.most_bits(tree.num_bits((shared, statistics)), compressed=downlink is not None)
         bits_down = tree.add_bits(bits_down, tree.num_bits(statistics), most=most)
         fold = aggregator
         if aggregator is not None and self.attack is not None:
@@ -399,8 +399,8 @@ class Clients:
         """Builds the info from the plan, the size of an update in bits, and all clients' entries ``[slots, ...]``."""
         plan, before = self.plan, self.info
         # The largest number of bits that a client may send and receive determines the dtype of these counts.
-        self._most_up += most_bits(plain, compressed="bits_up" in entries)
-        self._most_down += most_bits(tree.num_bits((call.shared, call.statistics)), compressed=call.downlink is not None)
+        self._most_up += tree.most_bits(plain, compressed="bits_up" in entries)
+        self._most_down += tree.most_bits(tree.num_bits((call.shared, call.statistics)), compressed=call.downlink is not None)
         num_steps = training_steps(self.algorithm.batches, jnp.asarray(plan.size), plan.most_steps)
         took_part, placement = num_steps > 0, Placement("clients", len(num_steps))
         if "bits_up" not in entries:
