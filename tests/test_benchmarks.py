@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import fedsim
@@ -16,6 +17,14 @@ def test_every_registered_class_is_measured_and_needs_gradients(catalogue):
     task = workload.Task(model="dense", catalogue=catalogue)
     entries = fedsim_catalogue.CATALOGUES[catalogue](fedsim.models.emnist_dense(), task)
     assert all(entry.step >= 1 and entry.preview >= 0 for entry in entries.values())
+    # A refusal would become a row without a time. Equal sizes have the median of the sizes that are measured, about 200.
+    data = fedsim.FederatedData.from_arrays(
+        {"x": np.zeros([600, 28, 28, 1], np.float32), "y": np.zeros(600, np.int32), "domain": np.arange(600) % 2},
+        sizes=[200] * 3,
+    )
+    with jax.numpy_dtype_promotion("standard"):  # required by optax.adam; conftest.py sets strict promotion
+        for entry in entries.values():
+            entry.algorithm.check(data)
 
 
 def test_the_error_for_a_registered_class_without_a_row_names_it():

@@ -140,7 +140,10 @@ def aggregators_and_compressors(model: fedsim.Model, task: workload.Task) -> dic
         "FoolsGold": aggregators.FoolsGold(),
         "Bucketing(CoordinateMedian)": aggregators.Bucketing(2, inner=aggregators.CoordinateMedian()),
         "MinNorm": aggregators.MinNorm(),
-        "SecureMean": aggregators.SecureMean(max_weight=100.0),
+    }
+    equal: dict[str, aggregators.Aggregator] = {
+        "LocallyNoised": aggregators.LocallyNoised(1e-3, clip=1.0),
+        "SecureMean": aggregators.SecureMean(max_weight=1.0),
         "DistributedMechanism": aggregators.DistributedMechanism(1e-3, clip=1.0, clients=task.clients),
     }
     senders: dict[str, compressors.Compressor] = {cls.__name__: cls() for cls in compressors.COMPRESSORS.values()}
@@ -149,9 +152,9 @@ def aggregators_and_compressors(model: fedsim.Model, task: workload.Task) -> dic
         senders[f"ErrorFeedback({type(inner).__name__})"] = compressors.ErrorFeedback(inner)
     scaled = optax.sgd(1 / examples)  # the sum is about this many times the mean
     entries = {"Mean": fedavg(aggregators.Mean()), "Sum": fedavg(aggregators.Sum(), server_optimizer=scaled)}
-    entries["LocallyNoised"] = fedavg(aggregators.LocallyNoised(1e-3, clip=1.0), weighting="uniform")
     entries["Mean, averaging=0.9"] = fedavg(aggregators.Mean(), averaging=0.9)
     entries |= {name: fedavg(aggregator) for name, aggregator in kinds.items()}
+    entries |= {name: fedavg(aggregator, weighting="uniform") for name, aggregator in equal.items()}
     entries |= {f"Compressed({name})": fedavg(aggregators.Compressed(sender)) for name, sender in senders.items()}
     both = aggregators.Clipped(1.0, inner=aggregators.Compressed(compressors.Eden(bits=1)))
     entries["Clipped(Compressed(Eden))"] = fedavg(both)
