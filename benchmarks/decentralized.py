@@ -42,8 +42,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--python", help="an interpreter that has PyTorch")
     arguments = parser.parse_args()
+    fedsim.use_all_cores()
     rings = {name: ring(name, arguments.rounds, arguments.python) for name in MODELS}
-    record = {**stamp("cpu"), "ring": rings, "many": many()}
+    record = {**stamp("cpu"), "devices": len(jax.devices()), "ring": rings, "many": many()}
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
 """Times fedsim's rounds on a GPU, in at most six minutes: ``python -m benchmarks.gpu``.
 
-It prints a table with hardware, versions and date, and writes it to ``results/gpu-rounds.json``. Client sizes are those of
+It prints a table with hardware, versions and date, and writes it to ``results/gpu-fedsim.json``. Client sizes are those of
 EMNIST's writers and Stack Overflow's users; examples are generated (`emnist62_like`, `stackoverflow_like`). Without a GPU
 it only tests itself: it runs the same rows with a few clients on a CPU and writes nothing.
 """
@@ -20,7 +20,7 @@ import fedsim
 from benchmarks import hardware
 from benchmarks.__main__ import show
 
-RESULT = Path(__file__).parent / "results" / "gpu-rounds.json"
+RESULT = Path(__file__).parent / "results" / "gpu-fedsim.json"
 
 
 class Row(NamedTuple):
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     print(f"{device.device_kind}, jax {jax.__version__}, {stamp['date'][:10]}\n")
     show(rows)
     if on_gpu:
-        RESULT.write_text(json.dumps({"table": "gpu-rounds", **stamp, "rows": rows}, indent=1) + "\n")
+        RESULT.write_text(json.dumps({"table": "gpu-fedsim", **stamp, "rows": rows}, indent=1) + "\n")
     return rows
 
 

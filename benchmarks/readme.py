@@ -29,7 +29,7 @@ _NAMES = {
 def block(device: str = "cpu") -> str:
     """Returns the table of ``docs/speed.md`` between the two ``speeds`` markers, from ``results/<device>-*.json``."""
     tables = {path.stem.partition("-")[2]: json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{device}-*.json"))}
-    if (gpu := RESULTS / "gpu-rounds.json").exists():
+    if (gpu := RESULTS / "gpu-fedsim.json").exists():
         tables["gpu"] = json.loads(gpu.read_text())
     return f"{_rounds(tables['rounds'])}\n\n{_others(tables)}\n"
 

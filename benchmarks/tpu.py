@@ -133,8 +133,8 @@ def measured(case: Case) -> dict[str, Any]:
     memory: Any = compiled.memory_analysis()
     costs: Any = compiled.cost_analysis()
     between = [each for each in fedsim.planning.collectives_in(compiled.as_text() or "") if each.between(case.chips)]
-    division = execution.division(model)
     axes = {"model": case.chips, "data": 1}
+    division = model.division(axes)  # `Sharded.division` leaves out parameters that are on one chip.
     share = sum(
         4 * int(np.prod(shape, dtype=np.int64)) // int(np.prod([axes[axis] for axis in spec if axis], dtype=int))
         for _, shape, spec in division.parameters

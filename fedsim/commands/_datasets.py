@@ -46,7 +46,10 @@ class List:
                     about.task,
                 )
             )
-        _table(rows)
+        if shutil.get_terminal_size((200, 24)).columns < sum(_widths(rows)) + 40:
+            _print_narrow(rows)
+        else:
+            _table(rows)
         print("\nTo describe one: fedsim datasets describe NAME\nTo train on one: fedsim run --dataset NAME")
         return 0
 
@@ -321,17 +324,24 @@ def _size(count: int | None) -> str:
     return f"{count} B" if count else "none"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table. In a narrow terminal, each row takes a few lines; otherwise the last column is cut at the edge."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Returns the widths of all columns but the last one."""
+    return [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+
+
+def _print_narrow(rows: Sequence[Sequence[str]]) -> None:
+    """Prints the list of datasets in a narrow terminal, in which each dataset takes a few lines."""
     edge = shutil.get_terminal_size((200, 24)).columns
-    if edge < sum(widths) + 40:
-        for name, clients, examples, size, cached, licence, task in rows[1:]:
-            kept = {"yes": ", cached", "no": ", not cached"}.get(cached, "")
-            print(name)
-            for text in (task, f"{clients} clients, {examples} examples; download: {size}{kept}; licence: {licence}"):
-                print(textwrap.fill(text, edge, initial_indent="  ", subsequent_indent="    "))
-        return
+    for name, clients, examples, size, cached, licence, task in rows[1:]:
+        kept = {"yes": ", cached", "no": ", not cached"}.get(cached, "")
+        print(name)
+        for text in (task, f"{clients} clients, {examples} examples; download: {size}{kept}; licence: {licence}"):
+            print(textwrap.fill(text, edge, initial_indent="  ", subsequent_indent="    "))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table, of which the last column is cut at the edge of the terminal."""
+    widths, edge = _widths(rows), shutil.get_terminal_size((200, 24)).columns
     for row in rows:
         line = "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)) + "  " + row[-1]
         print(line if len(line) <= edge else line[: edge - 1] + "…")

@@ -42,7 +42,13 @@ def main(arguments: list[str]) -> int:
     use_devices(1)
     settings = with_folder(chosen.config, chosen.settings)
     if (app := chosen.others.pop("app")) is not None:
-        given = {name: chosen.others[name] for name in ("nodes", "node_data")}
+        for name in ("port", "secure"):
+            if chosen.others[name]:
+                raise ValueError(
+                    f"Expected no --{name} with --app, got {name}={chosen.others[name]}: it is chosen where Flower's SuperLink "
+                    "is started, see the app's README.md. Leave it out."
+                )
+        given = {name: chosen.others[name] for name in ("nodes", "node_data", "wait")}
         write_app(app, chosen.config, settings, **given)
         print(f"{app}/README.md says how to run the app.")
         return 0

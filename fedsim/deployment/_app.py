@@ -15,6 +15,7 @@ from typing import Any
 from fedsim import checks
 from fedsim._version import __version__
 from fedsim.configuration import RunConfig, Settings, fields_that_name
+from fedsim.datasets import is_file
 from fedsim.deployment import _relay
 from fedsim.deployment._build_deployed import build_deployed
 from fedsim.deployment._deploy import check_deployable, check_options, for_nodes, run_on
@@ -26,7 +27,7 @@ _POLL_SECONDS = 0.1
 _CONFIG = """
 [tool.flwr.app.config]
 folder = {folder}
-wait = 120.0
+wait = {wait}
 """
 _README = """\
 # A run of fedsim as an app for Flower
@@ -82,7 +83,13 @@ _OWN = "`data` is the node's own data: a packed file, or a folder with the datas
 
 
 def write_app(
-    folder: str | Path, config: RunConfig, settings: Settings, *, nodes: int = 2, node_data: str | None = None
+    folder: str | Path,
+    config: RunConfig,
+    settings: Settings,
+    *,
+    nodes: int = 2,
+    node_data: str | None = None,
+    wait: float = 120.0,
 ) -> None:
     """Writes a run as an app for a federation of Flower that exists, with a README.md that says how to start it there.
 
@@ -92,9 +99,10 @@ def write_app(
       nodes: the number of nodes.
       node_data: None if every node loads the run's dataset and keeps its share of the clients. Otherwise where the nodes' own
         data are, see `deploy`; a node's configuration can name another place, ``data="PATH"``.
+      wait: the most seconds until all nodes have come; ``flwr run -c wait=SECONDS`` gives another number.
 
     Raises:
-      ValueError: the run cannot be deployed, or its configuration names a file with code, which nodes do not have.
+      ValueError: the run cannot be deployed, or its configuration names a file with code or data, which nodes do not have.
       FileExistsError: the folder has files.
 
     >>> import tempfile
@@ -106,12 +114,18 @@ def write_app(
     folder = Path(folder)
     check_options(config, settings, node_data)
     checks.whole(1, nodes=nodes)
+    checks.positive(wait=wait)
     for name in fields_that_name("code"):
         if ".py:" in str(getattr(config, name, "")):
             raise ValueError(
                 f"Expected names that all nodes know, got {name}={getattr(config, name)!r}, a file on this machine: "
                 "install it as a package on every machine, and give MODULE:NAME."
             )
+    if is_file(config.dataset):
+        raise ValueError(
+            f"Expected a dataset that all nodes can describe, got dataset={config.dataset!r}, a file on this machine: give a "
+            "dataset of fedsim, or a loader MODULE:NAME of a package that is installed on every machine."
+        )
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"Expected an empty folder for the app, got {folder}, which has files: choose another one.")
     if node_data is None:
@@ -120,7 +134,7 @@ def write_app(
     package.mkdir(parents=True)
     given = for_nodes(config, settings, nodes, node_data)
     (package / "run.json").write_text(json.dumps(given, indent=1) + "\n", encoding="utf-8")
-    project = PROJECT.format(name="fedsim-run") + _CONFIG.format(folder=json.dumps(settings.folder))
+    project = PROJECT.format(name="fedsim-run") + _CONFIG.format(folder=json.dumps(settings.folder), wait=float(wait))
     (folder / "pyproject.toml").write_text(project, encoding="utf-8")
     (package / "__init__.py").write_text("", encoding="utf-8")
     shutil.copy(_relay.__file__, package / "relay.py")

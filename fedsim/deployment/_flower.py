@@ -139,6 +139,11 @@ class FlowerNodes(Nodes):
         self._processes.wait_until(lambda: len(self.registered()) >= self.count, few)
         ids = self._ids = dict(enumerate(self.registered()))
         met = super().introductions()
+        if (numbers := sorted(facts["node"] for facts in met.values())) != list(range(self.count)):
+            raise NodeError(
+                f"Expected nodes with the numbers from 0 to {self.count - 1}, each once, got {numbers}: give each SuperNode "
+                "its own partition-id, and end those that do not belong to this federation."
+            )
         self._ids = {facts["node"]: ids[at] for at, facts in met.items()}
         self._introductions = {facts["node"]: facts for facts in met.values()}
         self._answered, self._known = set(self._introductions), set(self._ids.values())

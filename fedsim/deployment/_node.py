@@ -350,7 +350,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _built(given: Mapping[str, Any], number: int, folder: Path) -> Node:
     """Builds the node of a configuration. The parameters of the first round are the server's, so their file is not read."""
-    config = dataclasses.replace(RunConfig.from_json(given["config"]), init_from=None)
+    config = dataclasses.replace(RunConfig.from_json(given["config"]), init_from=None, init_map=None, init_partly=False)
     settings, splits = Settings.from_json(given["settings"]), None
     if given["nodes"] <= number:
         raise ValueError(f"Expected a number of a node from 0 to {given['nodes'] - 1}, got {number}: give each node its own.")

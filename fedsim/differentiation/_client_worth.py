@@ -17,7 +17,7 @@ from fedsim.algorithm import Algorithm
 from fedsim.data import FederatedData
 from fedsim.differentiation._differentiable import differentiable
 from fedsim.rounds import Client, ClientUpdate
-from fedsim.samplers import Sampler
+from fedsim.samplers import Sampler, check_fits
 
 A = TypeVar("A", bound=Algorithm)
 
@@ -124,7 +124,8 @@ def client_worth(algorithm: Algorithm, sampler: Sampler, *, rounds: int, objecti
         ``fedsim.differentiation.validation_loss(model, validation_data)``. Do not use the test data, if clients are chosen.
 
     Raises:
-      ValueError: the algorithm cannot be differentiated, or clients have no updates with weights.
+      ValueError: the algorithm cannot be differentiated or does not fit the sampler, clients have no updates with weights, or
+        an update is not finite.
 
     >>> import optax, fedsim
     >>> data, model = fedsim.datasets.load("digits", clients=4), fedsim.models.digits_logistic()
@@ -143,17 +144,25 @@ def client_worth(algorithm: Algorithm, sampler: Sampler, *, rounds: int, objecti
             f"Expected an algorithm whose clients send updates with weights, got {type(algorithm).__name__}, which defines no "
             "client_update: use FedAvg or another algorithm with one."
         )
+    check_fits(sampler, algorithm)
     cohorts = [sampler.cohort(round) for round in range(rounds)]
     data = cohorts[0].data
     key = rng.stream(cohorts[0].key, "init")
 
     @jax.jit
-    @jax.value_and_grad
-    def loss(weights: jax.Array) -> jax.Array:
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the objective, and how many updates were not finite."""
         weighted = differentiable(with_client_weights(algorithm, weights))
-        return objective(weighted.apply_rounds(weighted.init(key), cohorts)[0])
+        state, info = weighted.apply_rounds(weighted.init(key), cohorts)
+        return objective(state), jnp.sum(info.num_dropped)
 
-    value, derivative = loss(jnp.ones(data.num_clients, jnp.float32))
+    (value, dropped), derivative = loss(jnp.ones(data.num_clients, jnp.float32))
+    if dropped:
+        raise ValueError(
+            f"Expected finite updates, got {dropped} with a NaN or an infinity, whose clients would seem to be worth 0: leave "
+            "these clients out, or use smaller learning rates."
+        )
     if not np.all(np.isfinite(derivative)):
         raise ValueError("The derivative is not finite, so the run diverges: use smaller learning rates or fewer rounds.")
     return ClientWorth(data.client_ids, -np.asarray(derivative, np.float64), np.asarray(data.sizes), float(value))

@@ -23,7 +23,7 @@ from fedsim.algorithm import Algorithm
 from fedsim.differentiation._differentiable import differentiable
 from fedsim.plots import plot_tuning
 from fedsim.rounds import RoundInfo
-from fedsim.samplers import Sampler
+from fedsim.samplers import Sampler, check_fits
 
 
 class TunedRun(NamedTuple):
@@ -142,6 +142,7 @@ def tune(
     optimizer = optax.adam(0.3) if optimizer is None else optimizer
     checks.optimizer(optimizer=optimizer)
     positive = {name for name, value in start.items() if value > 0}
+    check_fits(sampler, make_algorithm(**start))
     cohorts = [sampler.cohort(round) for round in range(rounds)]
 
     def numbers_at(at: Any) -> dict[str, Any]:

@@ -113,7 +113,8 @@ def convert(
 
     Raises:
       FileNotFoundError: there is no such file, or no folder to write to.
-      ValueError: the target's format cannot be written; an option does not belong to the source's format.
+      ValueError: the target's format cannot be written, or that of a table is not the one of its suffix; an option does not
+        belong to the source's format.
       FormatError: the format of ``source`` is unknown, or the file is damaged.
 
     >>> import tempfile
@@ -134,6 +135,10 @@ def convert(
             f"Expected a target that ends in {', '.join(sorted(_SUFFIXES))}, or target_format= (--format), one of "
             f"{', '.join(sorted(writable))}; got {given}."
         )
+    is_comma_separated = bool({".csv", ".tsv"} & set(suffixes))
+    if name in ("csv", "parquet") and is_comma_separated != (name == "csv"):  # Readers go by the suffix, too.
+        ending = ".csv or .tsv" if name == "csv" else ".parquet"
+        raise ValueError(f"Expected a target that ends in {ending} for {name}, got target {os.fspath(target)!r}: rename it.")
     if client is not None:
         options["client"] = client
     clients = read(source, split=split, format=source_format, **options)

@@ -117,10 +117,11 @@ class AUC:
 
     def __call__(self, examples: Examples, outputs: Any) -> ScoreHistogram:
         labels, scores = examples["y"].astype(jnp.int32), self.score(outputs) if self.score else outputs
-        if labels.ndim != 1 or scores.ndim not in (1, 2):
+        if labels.ndim != 1 or scores.ndim not in (1, 2) or scores.shape[1:] == (1,):
             raise ValueError(
                 f"Expected scores [n] or [n, classes] and labels [n], got scores of shape {list(scores.shape)} and labels of "
-                f"shape {list(labels.shape)}. Wrap the metric in a function that passes arrays of these shapes."
+                f"shape {list(labels.shape)}; for two classes, give [n] of class 1, or [n, 2]. Wrap the metric "
+                "in a function that passes arrays of these shapes."
             )
         two_classes = scores.ndim == 1 or scores.shape[1] == 2
         bins = self.bins or (1001 if two_classes else 201)

@@ -106,7 +106,15 @@ def predicted_class(logits: jax.Array) -> jax.Array:
     """Returns the class of the largest of the logits ``[..., classes]``, ``int32 [...]``; ``classes`` where one is NaN.
 
     No label has that class, so a model whose outputs are NaN is never right.
+
+    Raises:
+      ValueError: there is one class, as in outputs ``[n, 1]`` of a model for two classes.
     """
+    if logits.shape[-1] == 1:
+        raise ValueError(
+            f"Expected logits of at least two classes, got outputs of shape {list(logits.shape)}: of one logit the largest is "
+            "always that of class 0. Return logits [n, 2], or use a metric of your own."
+        )
     largest = jnp.argmax(logits, axis=-1)
     value = jnp.take_along_axis(logits, largest[..., None], axis=-1)[..., 0]  # NaN if one of them is
     return jnp.where(jnp.isnan(value), logits.shape[-1], largest).astype(jnp.int32)

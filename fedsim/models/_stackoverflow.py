@@ -170,7 +170,7 @@ def stackoverflow_logistic(
             b = hk.get_parameter("b", [tags], init=jnp.zeros)
         known = (ids > 0) & (ids <= vocabulary)
         rows = jnp.where(known[..., None], w[jnp.where(known, ids - 1, 0)], 0.0)
-        return jnp.sum(rows, axis=1) / words + b[None]
+        return jnp.sum(rows, axis=1) / words.astype(w.dtype) + b[None]
 
     def sum_over_tags(examples: Examples, outputs: jax.Array) -> jax.Array:
         y = examples["y"].astype(jnp.float32)

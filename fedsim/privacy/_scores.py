@@ -132,6 +132,8 @@ class Scores:
         checks.number(above=0, below=1, delta=delta)
         checks.number(least=0.5, below=1, confidence=confidence)
         checks.one_of("normal", "independent", "one_run", method=method)
+        if method == "independent":  # jax-privacy's bound needs more.
+            checks.number(above=0.5, below=1, confidence=confidence)
         if method == "normal":
             return gaussian_epsilon(self._distance(confidence)[1], delta)
         auditor = _auditing().CanaryScoreAuditor(self.inside, self.outside)

@@ -164,6 +164,11 @@ class SecureAggregation:
                 costs.up[i] += _BYTES
             costs.down[i] += -(-len(neighbors[i]) // 8)  # a bit for each neighbour
 
+        if not counted:
+            raise ValueError(
+                f"Expected at least threshold={self.threshold} clients to send their vectors, got none: all have dropped out, "
+                "so there is no sum."
+            )
         start = time.thread_time()
         total = np.zeros(vectors.shape[1], np.uint32)
         for vector in received.values():

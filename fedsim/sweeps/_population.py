@@ -28,7 +28,7 @@ from fedsim.experiment.driving import (
     round_lines,
 )
 from fedsim.rounds import RoundInfo, parts_of
-from fedsim.samplers import Sampler, checked_cohort
+from fedsim.samplers import Sampler, check_fits, checked_cohort
 from fedsim.sweeps._grid import Setting, listed_seeds, listed_settings, shown
 from fedsim.sweeps._lockstep import run_groups
 from fedsim.sweeps._ways import Job, chosen_way, ways
@@ -193,7 +193,7 @@ def population(
     listed, chosen_seeds = listed_settings(settings), listed_seeds(seeds)
     samplers = _samplers(sampler, chosen_seeds, rounds)
     data, widest = samplers[0].data, max((c for own in samplers for c in own.cohorts), key=lambda cohort: cohort.slots)
-    algorithms = [_made(make_algorithm, setting, data) for setting in listed]
+    algorithms = [_made(make_algorithm, setting, samplers[0]) for setting in listed]
     keys = [rng.stream(own.cohort(0).key, "init") for own in samplers]
     shapes = [jax.eval_shape(algorithm.init, keys[0]) for algorithm in algorithms]
     _check_shapes(listed, shapes)
@@ -251,10 +251,11 @@ def population(
 
 @dataclasses.dataclass
 class _Sampled:
-    """A sampler whose cohorts are drawn already: they are those of all members with a seed."""
+    """A sampler whose cohorts are drawn already, by another one: they are those of all members with a seed."""
 
     data: FederatedData
     cohorts: Sequence[Cohort]
+    drawn_by: Sampler
 
     def cohort(self, round: int) -> Cohort:
         return self.cohorts[round]
@@ -298,7 +299,7 @@ def _samplers(make: Callable[[int], Sampler], seeds: Sequence[int], rounds: int)
     first, keys, drawn = checked_cohort(samplers[0], 0), [], []
     for seed, sampler in zip(seeds, samplers, strict=True):
         own = checked_cohort(sampler, 0)
-        drawn.append(_Sampled(first.data, [checked_cohort(sampler, round, own) for round in range(rounds)]))
+        drawn.append(_Sampled(first.data, [checked_cohort(sampler, round, own) for round in range(rounds)], sampler))
         if own.data is not first.data or own.attack != first.attack:
             raise ValueError(
                 f"Expected the samplers of all seeds to have one FederatedData object and one attack, got another one for "
@@ -313,13 +314,14 @@ def _samplers(make: Callable[[int], Sampler], seeds: Sequence[int], rounds: int)
     return drawn
 
 
-def _made(make: Callable[..., Algorithm], setting: Setting, data: FederatedData) -> Algorithm:
+def _made(make: Callable[..., Algorithm], setting: Setting, sampler: _Sampled) -> Algorithm:
     """Returns the algorithm of a setting, after all checks that need concrete numbers."""
     try:
         algorithm = make(**setting)
         if not isinstance(algorithm, Algorithm):
             raise ValueError(f"Expected make_algorithm to return a fedsim.Algorithm, got a {type(algorithm).__name__}.")
-        algorithm.check(data)
+        check_fits(sampler.drawn_by, algorithm)
+        algorithm.check(sampler.data)
     except (ValueError, TypeError) as error:
         raise ValueError(f"With the setting {shown(setting)}: {error}") from error
     return algorithm

@@ -174,3 +174,14 @@ def test_wrong_arguments_are_refused():
         fedsim.SplitModel.from_parts(device="dense", server="dense", features={})
     with pytest.raises(ValueError, match="Expected device >= 1, got device=0"):
         fedsim.models.digits_split(device=0)
+
+
+def test_an_overridden_loss_is_refused_for_a_model_in_parts():
+    class Ridge(SplitFed):
+        def client_loss(self, shared, params, batch):
+            return super().client_loss(shared, params, batch) + fedsim.tree.squared_norm(params)
+
+    settings = {"client_optimizer": optax.sgd(0.1), "batches": fedsim.Batches(size=16)}
+    with pytest.raises(ValueError, match="Expected Ridge to leave client_loss as it is with a fedsim.SplitModel"):
+        Ridge(model=fedsim.models.digits_split(), **settings)
+    Ridge(model=fedsim.models.digits_logistic(), **settings)

@@ -92,6 +92,13 @@ def test_a_file_is_described_before_its_columns_are_chosen(folder, capsys, monke
         assert part in text
 
 
+def test_a_file_is_described_in_a_narrow_terminal(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["datasets", "describe", f"{folder}/people.csv"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("age") and "float64" in line for line in lines)
+
+
 def test_a_file_is_described_and_drawn_as_a_run_reads_it(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     picture = folder / "people.png"

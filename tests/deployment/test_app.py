@@ -33,9 +33,9 @@ from fedsim.saved_arrays import checkpoint_folder, checkpoint_rounds, read_array
 
 def test_the_app_names_its_parts_and_has_no_path_of_this_machine(tmp_path):
     app = tmp_path / "app"
-    write_app(app, RunConfig(data=None, rounds=3), Settings(folder="runs/a"), nodes=3, node_data="clients-{node}.h5")
+    write_app(app, RunConfig(data=None, rounds=3), Settings(folder="runs/a"), nodes=3, node_data="clients-{node}.h5", wait=900)
     project = tomllib.loads((app / "pyproject.toml").read_text())
-    assert project["tool"]["flwr"]["app"]["config"]["folder"] == "runs/a"
+    assert project["tool"]["flwr"]["app"]["config"] == {"folder": "runs/a", "wait": 900.0}
     for component in project["tool"]["flwr"]["app"]["components"].values():
         module, name = component.split(":")
         assert f"{name} = " in (app / f"{module.replace('.', '/')}.py").read_text()
@@ -157,3 +157,14 @@ def workers(home):
             probe.connect(str(path))
             found.append(path)
     return found
+
+
+def test_an_app_refuses_what_does_not_belong_to_it(tmp_path, capsys):
+    for option, given in (["--port", "9999"], "port=9999"), (["--secure"], "secure=True"):
+        assert main(["deploy", "--app", str(tmp_path / "app"), "--folder", "/srv/run", *option]) == 2
+        assert f"Expected no {option[0]} with --app, got {given}" in capsys.readouterr().err
+    file = tmp_path / "people.csv"
+    file.write_text("user,age,y\n" + "".join(f"u{i % 3},{i},{i % 2}\n" for i in range(30)))
+    config = RunConfig(dataset=f"{file}(client='user')", rounds=2)
+    with pytest.raises(ValueError, match="Expected a dataset that all nodes can describe, got dataset=.*people.csv"):
+        write_app(tmp_path / "other", config, Settings(folder="run"), node_data="of-{node}.h5")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -13,7 +14,10 @@ from deployment.test_deployment import NearNodes, deployed, federation, largest_
 import fedsim
 from fedsim.deployment import Node, NodeError
 from fedsim.deployment import _deploy as deploying
-from fedsim.deployment._deploy import run_on
+from fedsim.deployment._deploy import for_nodes, run_on
+from fedsim.deployment._flower import FlowerNodes
+from fedsim.deployment._node import _built
+from fedsim.deployment._nodes import Received
 from fedsim.deployment._own_data import describe_data, described_population, load_own_data
 from fedsim.experiment import RunConfig, Settings
 
@@ -128,3 +132,54 @@ def test_a_node_with_other_versions_is_named(tmp_path, monkeypatch):
     nodes = NearNodes(lambda: (algorithm, sampler), tmp_path, 2)
     with pytest.raises(NodeError, match=r"Expected jax='.*' at node 0, as at the server, got '0\.0\.1': use the same versions"):
         deployed(algorithm, tmp_path, nodes).execution.check(sampler.cohort(0))
+
+
+class _TwoNodes(FlowerNodes):
+    """Two nodes that Flower knows by the names "11" and "22", in this process."""
+
+    def __init__(self, nodes):
+        class Processes(contextlib.nullcontext):
+            count = 2
+
+            def wait_until(self, condition, otherwise):
+                assert condition()
+
+        super().__init__(Processes())
+        self.nodes = nodes
+
+    def registered(self):
+        return ["11", "22"]
+
+    def send(self, number, blobs):
+        self._refused.append(Received(f"to {number}", number, self.nodes[number].answer(blobs)))
+        return f"to {number}"
+
+    def receive(self):
+        received, self._refused = self._refused, []
+        return received
+
+
+@pytest.mark.parametrize("numbers", [(0, 1), (1, 0), (0, 0), (1, 1)])
+def test_each_node_has_a_number_of_its_own(numbers, tmp_path):
+    """Otherwise the clients of one node would be left out."""
+    algorithm, _ = federation("FedAvg")
+    made = [
+        Node(*on_own_data(algorithm, own), number, 2, tmp_path / str(at), own=True)
+        for at, (number, own) in enumerate(zip(numbers, halves(), strict=True))
+    ]
+    if numbers[0] == numbers[1]:
+        with pytest.raises(NodeError, match=rf"numbers from 0 to 1, each once, got \[{numbers[0]}, {numbers[0]}\]"):
+            _TwoNodes(made).__enter__()
+    else:
+        with _TwoNodes(made) as nodes:
+            assert sorted(nodes.introductions()) == [0, 1]
+
+
+def test_a_node_needs_no_file_of_first_parameters(tmp_path):
+    """They come from the server; the options that say how it reads them have no effect at a node."""
+    file = tmp_path / "first.npz"
+    np.savez(file, a=np.zeros(1))
+    config = RunConfig(dataset="digits(clients=12)", model="digits_logistic", init_from=str(file), init_partly=True)
+    given = for_nodes(config, Settings(), 2, None)
+    file.unlink()
+    assert _built(given, 1, tmp_path).number == 1

@@ -156,6 +156,10 @@ def test_targets_without_a_format_are_refused(tmp_path):
     for target, options in (("b.sqlite", {}), ("b", {}), ("b.h5", {"target_format": "tfds"})):
         with pytest.raises(ValueError, match="Expected a target that ends in .*target_format= .*one of .*fedjax_sqlite.*; got"):
             convert(tmp_path / "a.json", tmp_path / target, **options)
+    for target, name, ending in (("b.txt", "csv", ".csv or .tsv"), ("b.csv", "parquet", ".parquet")):
+        with pytest.raises(ValueError, match=f"Expected a target that ends in {ending} for {name}, got .*{target}"):
+            convert(tmp_path / "a.json", tmp_path / target, target_format=name)
+        assert not (tmp_path / target).exists()
 
 
 @pytest.mark.parametrize("target", ["b.h5", "b.json", "b.parquet"])

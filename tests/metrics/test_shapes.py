@@ -183,3 +183,11 @@ def test_outputs_that_are_not_a_number_are_no_prediction():
     assert tokens.total.tolist() == [1]
     assert metrics.TopKAccuracy(2)(examples, outputs).total.tolist() == [0, 1]
     assert metrics.RecallAtK(1)({"y": jnp.array([[1, 1], [0, 1]])}, outputs).total.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("metric", [metrics.accuracy, metrics.AUC(), metrics.AUC(score=jax.nn.sigmoid), metrics.F1()])
+def test_one_logit_per_example_is_no_class(metric):
+    """The largest of one logit is always that of class 0."""
+    examples, outputs = {"y": jnp.array([0, 1])}, jnp.array([[-1.0], [1.0]])
+    with pytest.raises(ValueError, match=r"shape \[2, 1\]"):
+        metric(examples, outputs)

@@ -138,3 +138,11 @@ def test_what_computes_in_another_precision_is_refused():
         keeps.with_precision("float16", loss_scale=0)
     with pytest.raises(ValueError, match="Expected a model without parts, got a SplitModel"):
         models.digits_split().with_precision("bfloat16")
+
+
+def test_tags_are_predicted_from_ids_of_words_in_half_precision():
+    """The rows of the weights are divided by the number of words."""
+    model = models.stackoverflow_logistic(20, 7, length=8)
+    params, examples = model.init(jax.random.key(0)), {"x": jnp.array([[1, 2, 0, 0, 0, 0, 0, 0], [21, 3, 3, 3, 0, 0, 0, 0]])}
+    halved = model.with_precision("bfloat16").apply_for_eval(params, examples)
+    np.testing.assert_allclose(halved, model.apply_for_eval(params, examples), atol=0.02)

@@ -182,3 +182,12 @@ def test_the_participation_is_that_of_the_sampler():
         sampler = samplers.Attacked(poisson, attack, fraction=0.5, every_round=every_round, seed=0)
         with pytest.raises(ValueError, match=r"^Expected attackers who decide by themselves, got the attack"):
             participation_of(sampler)
+
+
+def test_noise_that_protects_nobody_needs_no_distribution_of_losses():
+    """It would have 5e8 points."""
+    for noise, rounds in ((0.001, 1), (0.01, 100)):
+        found = fedsim.privacy.epsilon(noise, fedsim.privacy.Poisson(0.1), rounds=rounds, delta=1e-5)
+        assert (
+            found == fedsim.privacy.epsilon(noise, fedsim.privacy.Poisson(0.1), rounds=rounds, delta=1e-5, method="rdp") > 1000
+        )

@@ -226,3 +226,10 @@ def test_sent_updates_are_the_gradient_of_one_step():
 def test_arguments_that_are_refused(use, message):
     with pytest.raises(ValueError, match=message):
         use()
+
+
+def test_the_variance_of_members_is_that_of_the_others_if_no_example_has_two():
+    """2.0 lies beside the value of the only model that was trained on the example, and far from those of the others."""
+    found = attacks.likelihood_ratios([2.0], [[1.9], [-0.1], [0.1]], [[True], [False], [False]])
+    expected = 0.5 * (2.0**2 - 0.1**2) / np.var([-0.1, 0.1], ddof=1)
+    np.testing.assert_allclose(found, expected)

@@ -85,3 +85,9 @@ def test_scores_that_separate_and_scores_that_do_not():
 def test_arguments_that_are_refused(use, message):
     with pytest.raises(ValueError, match=message):
         use()
+
+
+def test_independent_canaries_need_a_confidence_above_a_half():
+    draw = np.random.default_rng(0).normal(size=[2, 100])
+    with pytest.raises(ValueError, match="Expected 0.5 < confidence < 1, got confidence=0.5"):
+        Scores(draw[0] + 1, draw[1]).epsilon_bound(1e-3, confidence=0.5, method="independent")

@@ -240,3 +240,8 @@ def test_a_bound_of_weights_that_makes_most_clients_equal_is_refused():
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_round_that_all_clients_leave_has_no_sum():
+    with pytest.raises(ValueError, match="at least threshold=2 clients to send their vectors, got none: all have dropped out"):
+        SecureAggregation(threshold=2).run(np.zeros((4, 2), np.uint32), 0, dropped={"shares": range(4)})

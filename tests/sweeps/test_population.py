@@ -324,3 +324,20 @@ def test_settings_with_other_shapes_are_refused():
 
     with pytest.raises(ValueError, match=r"got other shapes with rate=0.1, hidden=2 than with rate=0.1, hidden=0"):
         fedsim.population(make, {"rate": [0.1], "hidden": [0, 2]}, 1, sampler=sampler, rounds=1, progress=False)
+
+
+def test_samplers_that_do_not_fit_are_refused():
+    data = federation.data()
+
+    def make(rate):
+        settings = {"batches": fedsim.Batches(size=4), "staleness": fedsim.Staleness(bound=0)}
+        return algorithms.FedAvg(model=federation.model(), client_optimizer=optax.sgd(rate), **settings)
+
+    with pytest.raises(ValueError, match="With the setting rate=0.1: .* weighting='uniform' for ClusteredSampling"):
+        fedsim.population(
+            make,
+            {"rate": [0.1]},
+            1,
+            rounds=1,
+            sampler=lambda seed: fedsim.samplers.ClusteredSampling(data, clients=2, seed=seed),
+        )

@@ -110,7 +110,7 @@ def likelihood_ratios(target: Any, shadows: Any, members: Any, *, common_varianc
         return mean, np.maximum(squares / np.maximum(freedom, 1), 1e-12)
 
     (mean_in, in_), (mean_out, out) = law(members), law(~members)
-    if not common_variance:
-        in_ = np.where(members.sum(axis=0) < 2, out, in_)  # One value has no variance.
+    single = members.sum(axis=0) < 2  # One value has no variance.
+    in_ = np.where(single.all() if common_variance else single, out, in_)
     online = 0.5 * (np.square(target - mean_out) / out - np.square(target - mean_in) / in_ + np.log(out / in_))
     return np.where(members.any(axis=0), online, (target - mean_out) / np.sqrt(out))
