@@ -98,7 +98,9 @@ def primitives() -> str:
     measured: dict[str, set[int]] = {}
     for row in table["rows"]:
         measured.setdefault(_machine(row["stamp"]), set()).add(row.get("devices", 1))
-    machines = "; ".join(f"{name} ({' and '.join(map(str, sorted(own)))} devices)" for name, own in measured.items())
+    machines = "; ".join(
+        f"{name} ({' and '.join(map(str, sorted(own)))} device{'s' * (own != {1})})" for name, own in measured.items()
+    )
     rows = [
         f"{machines}. Milliseconds per round, the shortest of seven.",
         "",

@@ -75,7 +75,7 @@ class FedDC(FedAvg):
 
     Raises:
       ValueError: ``alpha`` is not above 0. Before the first round: the client optimizer is not linear in the gradients,
-        or not alike for all parameters; or the weighting is by examples, and the aggregator is `PartlyUniform`.
+        or not alike for all parameters, the aggregator is `PartlyUniform`, or parameters are in half precision.
 
     >>> import optax, fedsim
     >>> FedDC(

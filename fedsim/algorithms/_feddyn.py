@@ -60,8 +60,8 @@ class FedDyn(FedAvg):
       model, client_optimizer, server_optimizer: see `FedAvg`.
 
     Raises:
-      ValueError: ``alpha`` is not above 0. Before the first round: the weighting is by examples, and the aggregator is
-        `PartlyUniform`.
+      ValueError: ``alpha`` is not above 0. Before the first round: the aggregator is `PartlyUniform`, or parameters are in
+        half precision.
 
     >>> import optax, fedsim
     >>> FedDyn(

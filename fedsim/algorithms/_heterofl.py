@@ -49,7 +49,7 @@ class HeteroFL(FedAvg):
 
     Raises:
       ValueError: ``widths`` is no tuple or is empty, or one is not in (0, 1]. Before the first round: the aggregator adds
-        noise for privacy, or is `PartlyUniform` and the weighting is by examples.
+        noise for privacy, or is `PartlyUniform`.
 
     >>> import optax, fedsim
     >>> data = fedsim.datasets.load("digits", clients=2).train

@@ -65,7 +65,7 @@ class Scaffnew(FedAvg):
 
     Raises:
       ValueError: ``p`` is not in (0, 1]. Before the first round: the client optimizer is not linear in the gradients,
-        or not alike for all parameters.
+        or not alike for all parameters, or parameters are in half precision.
 
     >>> import optax, fedsim
     >>> Scaffnew(

@@ -72,9 +72,9 @@ class SCAFFOLD(FedAvg):
       model, server_optimizer: see `FedAvg`.
 
     Raises:
-      ValueError: ``control_variate`` has another value. Before the first round, with option II: the client optimizer is not
-        linear in the gradients, or not alike for all parameters; or the weighting is by examples, and the aggregator
-        is `PartlyUniform`.
+      ValueError: ``control_variate`` has another value. Before the first round: the aggregator is `PartlyUniform`, parameters
+        are in half precision, or, with option II, the client optimizer is not linear in the gradients or not alike for all
+        parameters.
 
     >>> import optax, fedsim
     >>> settings = dict(batches=fedsim.Batches(size=20), client_optimizer=optax.sgd(0.1))

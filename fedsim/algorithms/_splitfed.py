@@ -54,7 +54,8 @@ class SplitFed(FedAvg):
       client_optimizer, server_optimizer, weighting: see `FedAvg`. The first takes the steps of all parts.
 
     Raises:
-      ValueError: a model without parts, which sends nothing across a cut, has a ``cut_compressor``.
+      ValueError: a model without parts, which sends nothing across a cut, has a ``cut_compressor``; or a class overrides
+        ``client_loss`` for a model in parts, whose loss is that of the model.
 
     >>> import fedsim, optax
     >>> data = fedsim.datasets.load("digits", clients=4).train

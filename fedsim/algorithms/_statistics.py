@@ -37,11 +37,12 @@ def check_numbers(user: str, feature: str, data: FederatedData) -> None:
 
 
 def check_exact(user: str, feature: str, edges: np.ndarray, data: FederatedData) -> None:
-    """Raises ``ValueError`` unless comparisons of the feature with the edges, ``float32 [n]``, are exact in ``float32``."""
-    low, high, remedy = edges[0], edges[-1], "subtract a constant from the feature, and scale it."
+    """Raises ``ValueError`` unless comparisons of the feature with the edges, ``float32 [n]`` in ascending order, are exact."""
+    low, high = edges[0], edges[-1]
     if not (np.diff(edges) > 0).all():
         raise ValueError(
-            f"{user} needs edges that differ in float32, got {len(edges)} from {low} to {high}: give fewer bins, or {remedy}"
+            f"{user} needs edges that differ in float32, got {len(edges)} from {low} to {high}: give fewer bins, or subtract a "
+            "constant from the feature, and scale it."
         )
     # Rounding keeps the order, so smaller edges are on the right side of every whole number.
     whole = np.dtype(data.columns[feature].dtype).kind in "iu" and max(-low, high) >= 2**24

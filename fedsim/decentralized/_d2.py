@@ -31,7 +31,7 @@ class D2(DecentralizedAlgorithm):
       robust_mixing: must be None, for the same reason.
 
     Raises:
-      ValueError: they are not.
+      ValueError: they are not. Before the first round: parameters are in half precision.
 
     >>> import fedsim, optax
     >>> data = fedsim.datasets.load("digits", clients=4).train

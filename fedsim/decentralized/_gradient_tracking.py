@@ -41,7 +41,7 @@ class GradientTracking(DecentralizedAlgorithm):
       robust_mixing: must be None, because a robust mean would change the sum of the y_i for ever.
 
     Raises:
-      ValueError: ``robust_mixing`` is given.
+      ValueError: ``robust_mixing`` is given. Before the first round: parameters are in half precision.
 
     >>> import fedsim, optax
     >>> data = fedsim.datasets.load("digits", clients=4).train

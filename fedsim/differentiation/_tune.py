@@ -115,7 +115,8 @@ def tune(
       straight_through: see `fedsim.differentiable`.
 
     Raises:
-      ValueError: an argument is out of its range, the first run diverges, or the algorithm is not differentiable.
+      ValueError: an argument is out of its range, the first run diverges, or the algorithm is not differentiable or does
+        not fit the sampler.
 
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays(

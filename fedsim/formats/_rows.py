@@ -194,7 +194,7 @@ def _populations(source: Path, kind: str) -> dict[str, FederatedData]:
     """Reads the splits train, test and validation of a file that states clients, or its only split as train."""
     if kind == "packed":
         return {"train": FederatedData.open(source)}
-    # Whoever standardizes rounds after that.
+    # Numbers are rounded to float32 after they are standardized, because the rounding of large ones would hide differences.
     options: dict[str, Any] = {"floats": np.float64} if kind in ("leaf", "json_lines") else {}
     try:
         streams = {name: read(source, split=name, format=kind, **options) for name in _SPLITS}

@@ -37,6 +37,9 @@ def accuracy(examples: Examples, outputs: jax.Array) -> Mean:
 
     Labels are ``examples["y"] int [n]``, and outputs are logits ``[n, classes]``.
 
+    Raises:
+      ValueError: outputs have one class.
+
     >>> mean = accuracy({"y": jnp.array([1, 0])}, jnp.array([[0.0, 1.0], [0.0, 1.0]]))
     >>> mean.total.tolist(), mean.weight.tolist()
     ([1, 0], [1, 1])
@@ -55,7 +58,7 @@ class TopKAccuracy:
       k: the number of classes.
 
     Raises:
-      ValueError: ``k`` is not a positive whole number.
+      ValueError: ``k`` is not a positive whole number, or outputs have one class.
 
     >>> logits = jnp.array([[0.1, 0.7, 0.2], [0.5, 0.4, 0.1]])
     >>> TopKAccuracy(2)({"y": jnp.array([2, 2])}, logits).total.tolist()

@@ -169,8 +169,8 @@ def population(
       progress: whether to show a progress bar on stderr.
 
     Raises:
-      ValueError: the settings do not have the same names, an algorithm refuses its setting (the message names the setting), the
-        samplers have different data, or the states of different settings have different shapes.
+      ValueError: the settings do not have the same names, an algorithm refuses its setting or does not fit the samplers (the
+        message names the setting), the samplers have different data, or the states of different settings have different shapes.
       FloatingPointError: an update was not finite, and the algorithm's ``nonfinite`` is ``"raise"``. The message names the
         setting and the seed.
 
