@@ -237,13 +237,13 @@ def papers() -> Figure:
 
 
 def first_number(text: str | None) -> float | None:
-    """Returns the number with which a text begins; None if it begins with something else, or with 0.
+    """Returns the number with which a text begins; None if it begins with something else.
 
     >>> first_number("1,474 (2 of 3)"), first_number("in 3 of 3 seeds"), first_number(".658")
     (1474.0, None, 0.658)
     """
     found = re.match(r"\d[\d,]*\.?\d*|\.\d+", text or "")
-    return float(found[0].replace(",", "")) or None if found else None
+    return float(found[0].replace(",", "")) if found else None
 
 
 def results(path: Path) -> Figure:
@@ -251,7 +251,7 @@ def results(path: Path) -> Figure:
     source = runpy.run_path(str(HERE / "write_reproductions.py"))["SOURCES"].get(path.stem, "paper")
     measures: dict[str, list[dict[str, Any]]] = {}
     for row in _rows(path):
-        if first_number(row["ours"].removeprefix("> ")):
+        if first_number(row["ours"].removeprefix("> ")) is not None:
             measures.setdefault(row["measure"], []).append(row)
     # The measures that the paper has come first, then those with most rows.
     order = sorted(measures, key=lambda name: (-sum(map(_is_published, measures[name])), -len(measures[name])))
@@ -275,7 +275,8 @@ def results(path: Path) -> Figure:
                 drawn.append(ours)
                 continue
             values = [value for value in row["values"] or [] if value is not None] or [ours]
-            scale = ours / (sum(values) / len(values))  # the text may be in per cent
+            # The text may be in per cent. It may also begin with the median, or with the first of two numbers.
+            scale = 100 if ours > 50 * sum(values) / len(values) else 1
             axes.plot([scale * min(values), scale * max(values)], [at, at], color=COLOURS[0], lw=2, alpha=0.5)
             axes.plot(
                 ours,

@@ -31,7 +31,8 @@ row are in `docs/reproductions/NAME.json`.
 the column has its name, such as *theory*, or the cell says so: *replication*, *recalled*.
 *ours* is the mean and the standard deviation over seeds; the error of a result with a single seed is unknown.
 *time* is the time of all runs of a row on the machine below the table, which did other work at the same time, so it does not
-measure speed. Experiments that are smaller than the paper's are marked REDUCED. The names `unus_*` are those of experiments on
+measure speed. Results with fewer clients, rounds or seeds than the paper's are marked REDUCED; if the data or the
+model is another one, *Set-up* says so. The names `unus_*` are those of experiments on
 what UNUS implements, a framework for federated learning (K.-J. Hsu, master's thesis, National Tsing Hua University, 2021).
 """
 
@@ -40,7 +41,7 @@ VERDICTS = {
     "fedavg": (
         "The same order, other numbers: the perceptron reaches 97 % sooner than in the paper (in 36 rounds instead of 87), "
         "because the paper does not state its learning rate and a larger one is best here; the CNN's rounds are within "
-        "a factor of two of the paper's."
+        "a factor of two of those in the paper's Table 1."
     ),
     "fedprox": (
         "Mostly the same order: with 90 % stragglers, partial work is better than dropping them, and with 50 % it is not; a "

@@ -236,13 +236,23 @@ def _settings(
         notes.append(f"{name}: {which}one seed, so there is no interval and no test.")
     if len({frozenset(result.runs) for result in results}) > 1:
         notes.append(f"The settings of {name} have different seeds, which makes their means less comparable.")
-    chosen = _best(results, at, members[0].better(selection) == "higher")
+    higher = members[0].better(selection) == "higher"
+    most = max(len(result.runs) for result in results)  # The settings with fewer seeds may be those whose other runs failed.
+    chosen = _best([result for result in results if len(result.runs) == most], at, higher)
     if chosen is None:
-        notes.append(f"No setting of {name} is selected: none has finite values of {metric} and {selection} with every seed.")
+        of = f" of those with {most} seeds" if any(len(result.runs) < most for result in results) else ""
+        notes.append(
+            f"No setting of {name} is selected: none{of} has finite values of {metric} and {selection} with every seed."
+        )
         return results
+    better = _best(results, at, higher)
+    if better is not None and len(better.runs) < most:
+        text = f"{name} {setting_text(better.setting)}: it is better, but has {len(better.runs)} of {most} seeds."
+        notes.append(f"Not selected, {text}")
     own = {**chosen.group, **chosen.context}
     grids = [run for run in every_run if all(key_of(run.fields.get(name)) == key_of(value) for name, value in own.items())]
-    for field, best in chosen.setting.items():
+    drawn = any(run.drawn for run in grids)  # The ends of drawn values are not those of their ranges.
+    for field, best in () if drawn else chosen.setting.items():
         tried = [value for run in grids for value in [run.fields.get(field), *run.grid.get(field, ())]]
         if text := edge_of_grid(field, best, [value for value in tried if isinstance(value, int | float)]):
             notes.append(f"{name}: {text}.")

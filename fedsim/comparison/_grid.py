@@ -19,8 +19,11 @@ def edge_of_grid(name: str, best: Any, values: Iterable[Any]) -> str | None:
     >>> edge_of_grid("mu", 0.1, [0.01, 0.1])
     'the best mu=0.1 is the largest of the grid: try larger ones'
     """
-    different = {*values, best}
-    if len(different) < 2 or any(isinstance(value, bool) or not isinstance(value, int | float) for value in different):
+    tried = [best, *values]
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in tried):  # such as a list
+        return None
+    different = set(tried)
+    if len(different) < 2:
         return None
     which = "smaller" if best == min(different) else "larger" if best == max(different) else ""
     if not which or (which == "smaller" and best <= (1 if isinstance(best, int) else 0)):

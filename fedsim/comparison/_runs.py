@@ -33,7 +33,8 @@ class RecordedRun:
       rounds: how many rounds it has when it is finished; None if this cannot be read.
       history: the lines of ``metrics.jsonl``.
       problem: why files of the folder cannot be read; empty if they can.
-      grid: the values of each varied field of its sweep; empty for a run of its own.
+      grid: the values of each varied field of its sweep; empty for a run of its own and for one of a random search.
+      drawn: whether its sweep is a random search.
       sweep_size: how many runs its sweep has when all have begun; 0 for a run of its own.
       data: a text that identifies its training, validation and test data; empty if it is not recorded.
       versions: the versions of packages.
@@ -52,6 +53,7 @@ class RecordedRun:
     history: History
     problem: str = ""
     grid: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    drawn: bool = False
     sweep_size: int = 0
     data: str = ""
     versions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -141,7 +143,7 @@ def read_runs(*folders: str | Path) -> list[RecordedRun]:
             )
         for path in paths:
             found.setdefault(path.resolve(), path)
-    sweeps = {parent: _grid(parent) for parent in {path.parent for path in found.values()}}
+    sweeps = {parent: _sweep(parent) for parent in {path.parent for path in found.values()}}
     return [_read_run(path, sweeps[path.parent]) for path in found.values()]
 
 
@@ -268,9 +270,8 @@ def _natural(name: str) -> list[tuple[str, float]]:
     return [(text, float(number or 0)) for text, number in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def _read_run(folder: Path, sweep: Mapping[str, Sequence[Any]]) -> RecordedRun:
-    grid = {name: values for name, values in sweep.items() if name != "seeds"}
-    size = math.prod(map(len, sweep.values())) if sweep else 0
+def _read_run(folder: Path, sweep: Mapping[str, Any]) -> RecordedRun:
+    """Returns the run in a folder, with the fields of its sweep."""
     try:
         stored = json.loads((folder / "config.json").read_bytes().decode("utf-8-sig"))
         config = dict(with_present_names(stored)["config"])
@@ -295,18 +296,20 @@ def _read_run(folder: Path, sweep: Mapping[str, Sequence[Any]]) -> RecordedRun:
     rounds, versions = fields.get("rounds"), stored.get("versions") or {}
     return RecordedRun(
         folder=folder, fields=fields, seed=seed, rounds=rounds if isinstance(rounds, int) else None, history=history,
-        problem=problem, grid=grid, sweep_size=size, data=json.dumps(data, sort_keys=True) if data else "", versions=versions,
+        problem=problem, **sweep, data=json.dumps(data, sort_keys=True) if data else "", versions=versions,
         ended=stored.get("ended", {}),
     )  # fmt: skip
 
 
-def _grid(folder: Path) -> Mapping[str, Sequence[Any]]:
-    """Returns the values and the seeds of the sweep in a folder; empty if there is no sweep, or none that can be read."""
+def _sweep(folder: Path) -> dict[str, Any]:
+    """Returns what a run knows of the sweep in its folder; empty if there is no sweep, or none that can be read."""
     try:
         stored = json.loads((folder / "sweep.json").read_bytes())
-        if isinstance(stored["varied"], list):  # Settings that were drawn are no grid.
-            return {}
-        grid = {**stored["varied"], "seeds": stored["seeds"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return grid if all(isinstance(values, list) for values in grid.values()) else {}
+        varied, seeds = stored["varied"], len(stored["seeds"])
+        if isinstance(varied, list):
+            return {"drawn": True, "sweep_size": len(varied) * seeds}
+        if all(isinstance(values, list) for values in varied.values()):
+            return {"grid": varied, "sweep_size": math.prod(map(len, varied.values())) * seeds}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return {}

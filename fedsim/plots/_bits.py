@@ -16,6 +16,9 @@ def plot_bits(
 ) -> Any:
     """Plots a test metric against the total megabytes that all clients have sent or received so far, one curve per run.
 
+    These are the aggregated updates, or the models for them, after compression. On a virtual clock there are other messages,
+    which were lost, late or repeated: `plot_progress` has all of them, in the sizes that the clock uses.
+
     Args:
       histories: the metrics of each run, by its name: ``result.history``, or the return value of
         `fedsim.experiment.read_metrics`.
@@ -40,7 +43,7 @@ def plot_bits(
     for number, (name, history) in enumerate(histories.items()):
         megabytes, values = _curve(name, history, metric, f"bits_{direction}")
         axes.plot(megabytes, values, **style(number), label=shorten(name, 200))
-    axes.set_xlabel(f"megabytes {'sent' if direction == 'up' else 'received'} by clients so far")
+    axes.set_xlabel(f"megabytes {'sent in aggregated updates' if direction == 'up' else 'received for them'} so far")
     axes.set_ylabel(metric.replace("_", " "))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)

@@ -91,14 +91,16 @@ def merged(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
     >>> old = [case("a", 3, "300 of 3,400 writers") | {"settings": {"rounds": 1000}}]
     >>> merged(old, [case("a", 3, "300 of 3,400 writers, 10 rounds") | {"settings": {"rounds": 10}}]) == old
     True
+    >>> merged(old, [case("a", 3)]) == [case("a", 3)]  # all writers, in no more rounds than the paper has
+    True
     """
 
     def of_case(rows: Sequence[Record], name: str) -> list[Record]:
         return [row for row in rows if row["id"] == name]
 
-    def extent(rows: Sequence[Record]) -> tuple[int, bool, bool, int]:
+    def extent(rows: Sequence[Record]) -> tuple[int, bool, bool, float]:
         whole = not any(row["reduced"] for row in rows)
-        rounds = 0 if whole else max(row.get("settings", {}).get("rounds", 0) for row in rows)
+        rounds = math.inf if whole else max(row.get("settings", {}).get("rounds", 0) for row in rows)
         return max(row["seeds"] for row in rows), whole, not any(row.get("quick") for row in rows), rounds
 
     rows = list(old)

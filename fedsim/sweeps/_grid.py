@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import operator
 import re
 import warnings
@@ -87,12 +88,13 @@ class Range:
     """Numbers from which the values of a random search are drawn.
 
     Attributes:
-      low, high: the ends, with low < high; above 0 if ``logarithmic``.
+      low, high: the ends, with low < high; above 0 if ``logarithmic``, whole if ``whole``.
       logarithmic: whether the logarithm is uniform, instead of the number.
       whole: whether the numbers are whole.
 
     Raises:
-      ValueError: ``low`` is not below ``high``, or a bound of a logarithmic range is not positive.
+      ValueError: ``low`` is not below ``high``; a bound of a logarithmic range is not positive, or one of whole numbers has a
+        fraction.
 
     >>> Range.read("log_uniform(0.001, 1)", whole=False)
     Range(low=0.001, high=1.0, logarithmic=True, whole=False)
@@ -108,6 +110,8 @@ class Range:
         if not self.low < self.high or (self.logarithmic and self.low <= 0):
             wanted = "0 < low < high" if self.logarithmic else "low < high"
             raise ValueError(f"Expected {wanted}, got low={self.low:g}, high={self.high:g}: write log_uniform(0.001, 1).")
+        if self.whole and (self.low % 1 or self.high % 1):
+            raise ValueError(f"Expected whole numbers, got low={self.low:g}, high={self.high:g}: write uniform(4, 9).")
 
     @classmethod
     def read(cls, text: str, *, whole: bool) -> Range | None:
@@ -125,7 +129,7 @@ class Range:
         """Returns the number at a share in [0, 1) of the range, to four digits."""
         high = self.high + self.whole  # Whole numbers are rounded down, and `high` is one of them.
         number = self.low * (high / self.low) ** share if self.logarithmic else self.low + (high - self.low) * share
-        return int(number) if self.whole else float(f"{number:.4g}")
+        return math.floor(number) if self.whole else min(max(float(f"{number:.4g}"), self.low), self.high)
 
 
 def drawn_settings(varied: Mapping[str, Sequence[Any] | Range], samples: int, seed: int) -> list[dict[str, Any]]:

@@ -94,6 +94,19 @@ def test_the_grid_is_that_of_all_runs_of_the_group_and_of_its_sweep():
     assert "of the grid" in said([*runs, recorded(0.1, rate=10.0, algorithm="fedprox")])
 
 
+def test_drawn_settings_have_no_edge_and_runs_of_their_search_that_are_missing_are_said(tmp_path):
+    (tmp_path / "sweep.json").write_text(json.dumps({"varied": [{"rate": 0.1}, {"rate": 0.2}, {"rate": 0.3}], "seeds": [0, 1]}))
+    for rate, accuracy in ((0.1, 0.5), (0.2, 0.6)):
+        write_run(tmp_path / f"rate={rate}", [accuracy], hyperparameters={"rate": rate})
+    text = said(read_runs(tmp_path))
+    assert "of the grid" not in text and "2 of the 6 runs of the sweep" in text
+
+
+def test_settings_with_values_that_have_no_hash_are_compared():
+    runs = [recorded(accuracy, hidden=hidden) for accuracy, hidden in ((0.5, [64]), (0.6, [64, 32]))]
+    assert [result.setting["hidden"] for result in compare(runs).selected] == [[64, 32]]
+
+
 def test_settings_are_what_differs_within_a_group_besides_the_seed():
     runs = [recorded(0.5 + seed / 100, seed=seed, rate=rate, clip=None) for rate in (0.1, 0.2) for seed in range(3)]
     prox = [recorded(0.6 + seed / 99, seed=seed, rate=0.1, mu=mu, algorithm="fedprox") for mu in (0.1, 1) for seed in range(2)]
@@ -181,6 +194,15 @@ def test_a_setting_with_a_value_that_is_not_finite_is_not_selected():
     assert [result.setting["rate"] for result in comparison.selected] == [0.1]
     assert "fedavg rate=1: test_accuracy is not finite with the seeds 1" in " ".join(comparison.notes)
     assert "No setting of fedavg is selected" in said([recorded(None)])
+
+
+def test_a_setting_of_which_few_seeds_have_finished_is_not_selected():
+    runs = [recorded(0.8, seed=seed, rate=0.1) for seed in range(3)] + [recorded(0.9, rate=1.0)]
+    runs += [dataclasses.replace(recorded(0.1, seed=seed, rate=1.0), rounds=9) for seed in (1, 2)]
+    assert [result.setting["rate"] for result in compare(runs).selected] == [0.1]
+    assert "Not selected, fedavg rate=1: it is better, but has 1 of 3 seeds." in said(runs)
+    failed = [recorded(None, seed=seed, rate=0.1) for seed in range(3)] + [recorded(0.9, rate=1.0)]
+    assert not compare(failed).selected and "none of those with 3 seeds has finite values" in said(failed)
 
 
 def test_other_data_versions_and_seeds_are_said():

@@ -11,6 +11,7 @@ from fedsim.commands import main
 from fedsim.commands._configuration import configured
 from fedsim.configuration import RunConfig, Settings, build
 from fedsim.experiment import read_sweep
+from fedsim.sweeps import Range
 from fedsim.sweeps._sweep import members_of
 
 SMALL = ["--model", "digits_logistic", "--rounds", "2", "--clients", "2", "--no-progress"]
@@ -64,6 +65,17 @@ def test_a_random_search_draws_from_ranges_and_from_the_given_values():
     sizes = [setting["batch_size"] for setting in chosen("--batch-size", "log_uniform(1, 3)", "--samples", "3").varied]
     assert sorted(sizes) == [1, 2, 3]
     assert abs(sum(setting["algorithm"] == "fedavg" for setting in many) - 100) < 4 * np.sqrt(50)
+
+
+def test_values_of_a_range_are_in_it_and_whole_ones_are_drawn_alike():
+    drawn = [Range(-3, 3, whole=True).value(at / 700) for at in range(700)]
+    assert [drawn.count(value) for value in range(-3, 4)] == [100] * 7
+    narrow = Range(0.99991, 0.99999)
+    assert all(narrow.low <= narrow.value(share) <= narrow.high for share in (0.0, 0.3, 0.999))
+    for bounds in ((4.5, 8), (4, 8.5)):
+        with pytest.raises(ValueError, match="Expected whole numbers, got low=4"):
+            Range(*bounds, whole=True)
+    assert Range(4.5, 8).value(0.0) == 4.5
 
 
 @pytest.mark.slow
