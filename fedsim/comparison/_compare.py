@@ -245,9 +245,9 @@ def _settings(
             f"No setting of {name} is selected: none{of} has finite values of {metric} and {selection} with every seed."
         )
         return results
-    better = _best(results, at, higher)
-    if better is not None and len(better.runs) < most:
-        text = f"{name} {setting_text(better.setting)}: it is better, but has {len(better.runs)} of {most} seeds."
+    best_of_all = _best(results, at, higher)
+    if best_of_all is not None and (seeds_of := len(best_of_all.runs)) < most:
+        text = f"{name} {setting_text(best_of_all.setting)}: it is better, but has {seeds_of} of {most} seeds."
         notes.append(f"Not selected, {text}")
     own = {**chosen.group, **chosen.context}
     grids = [run for run in every_run if all(key_of(run.fields.get(name)) == key_of(value) for name, value in own.items())]
