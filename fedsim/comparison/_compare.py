@@ -247,8 +247,8 @@ def _settings(
         return results
     best_of_all = _best(results, at, higher)
     if best_of_all is not None and (seeds_of := len(best_of_all.runs)) < most:
-        text = f"{name} {setting_text(best_of_all.setting)}: it is better, but has {seeds_of} of {most} seeds."
-        notes.append(f"Not selected, {text}")
+        which = f"{name} {setting_text(best_of_all.setting)}"
+        notes.append(f"Not selected, {which}: it is better, but has {seeds_of} of {most} seeds.")
     own = {**chosen.group, **chosen.context}
     grids = [run for run in every_run if all(key_of(run.fields.get(name)) == key_of(value) for name, value in own.items())]
     drawn = any(run.drawn for run in grids)  # The ends of drawn values are not those of their ranges.

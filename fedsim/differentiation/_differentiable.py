@@ -34,6 +34,9 @@ def differentiable(algorithm: A, *, straight_through: bool = False) -> A:
         straight-through derivative: that of an uncompressed update for a compressor, that of the weighted mean for an
         aggregator. The values do not change. What the algorithm itself chooses, such as a cluster, is held fixed.
 
+    These are the parts in the fields `aggregator` and `downlink`. A ``round`` of your own that gives `clients.aggregate` other
+    parts has their derivatives as they are.
+
     Raises:
       ValueError: the algorithm overrides `apply`; or parts have no useful derivative and ``straight_through`` is False. The
         error names all such parts.

@@ -200,8 +200,9 @@ class Jit(Execution):
                 lambda x: jax.ShapeDtypeStruct((data.num_clients, *x.shape), x.dtype), _memory.row_shapes(clients)
             )
             table, state = ClientTable(rows, jax.ShapeDtypeStruct((data.num_clients,), bool)), state._replace(clients=())
-        columns = {
-            name: jax.ShapeDtypeStruct(c.shape, jax.dtypes.canonicalize_dtype(c.dtype)) for name, c in data.columns.items()
+        columns = {  # without examples a row, as `resident_columns`
+            name: jax.ShapeDtypeStruct((max(1, c.shape[0]), *c.shape[1:]), jax.dtypes.canonicalize_dtype(c.dtype))
+            for name, c in data.columns.items()
         }
         key = rng.typed(cohort.key)
         arguments = numbers, columns, table or (), state, key, RoundPlan.stacked([plan], 1), np.int32(1)

@@ -173,26 +173,36 @@ def _compiled(algorithm: Algorithm, execution: Jit, cohort: Cohort, mesh: Mesh) 
     are_gathered = _are_gathered(algorithm, execution, cohort, mesh)
     are_resident = is_resident(cohort.data, mesh, execution.memory)
     another = min(_MANY * clients, population) if clients < population else -(-clients // _MANY)
-    texts, needed = [], []
+    texts, needed, slots, examples = [], [], [], 0.0
     for size in (clients, another):
-        stand_in = _stand_in(cohort, size, size if are_gathered else population)
+        slots.append(min(population, max(size, cohort.slots * size // clients)))
+        stand_in = _stand_in(cohort, size, slots[-1], slots[-1] if are_gathered else population)
         compiled = execution.lower(algorithm, stand_in).compile()
         texts.append(compiled.as_text() or "")
         memory: Any = compiled.memory_analysis()
         own = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        if are_resident:
+            needed.append(own - memory.alias_size_in_bytes + _bytes_on_device(cohort.data) - _bytes_on_device(stand_in.data))
+            continue
+        needed.append(own - memory.alias_size_in_bytes - _bytes_on_device(stand_in.data))
         # Streamed examples are divided among the devices, and those of two dispatches are there at a time.
-        examples = cohort.data.nbytes if are_resident else 2 * stand_in.data.nbytes // mesh.shape[AXIS]
-        needed.append(own - memory.alias_size_in_bytes - stand_in.data.nbytes + examples)
+        examples = examples or 2 * _bytes_on_device(stand_in.data) / mesh.shape[AXIS] / clients
     is_cpu = device.platform == "cpu"
     free = psutil.virtual_memory().available // mesh.size if is_cpu else memory_limit(device)
     outside, inside = collectives_of(texts[0])
     return {
-        "bytes_per_device": needed[0],
+        "bytes_per_device": needed[0] + int(examples * clients),
         "free_bytes_per_device": free,
         "collectives": outside,
         "collectives_in_loops": inside,
-        "largest_cohort": _largest(population, (rounded_slots(clients), rounded_slots(another)), needed, free),
+        "largest_cohort": _largest(population, [rounded_slots(number) for number in slots], needed, examples, free),
     }
+
+
+def _bytes_on_device(data: FederatedData) -> int:
+    """Returns the size of examples as devices have them, where without x64 numbers of 64 bits have 32."""
+    columns = data.columns.values()
+    return sum(math.prod(column.shape) * jax.dtypes.canonicalize_dtype(column.dtype).itemsize for column in columns)
 
 
 def _are_gathered(algorithm: Algorithm, execution: Jit, cohort: Cohort, mesh: Mesh) -> bool:
@@ -205,8 +215,8 @@ def _are_gathered(algorithm: Algorithm, execution: Jit, cohort: Cohort, mesh: Me
     return isinstance(placed(only_clients, mesh, execution.memory).clients, ClientRows)
 
 
-def _stand_in(cohort: Cohort, clients: int, population: int) -> Cohort:
-    """Returns a cohort of so many clients, with the sizes of the given one in turn, whose examples take no memory."""
+def _stand_in(cohort: Cohort, clients: int, slots: int, population: int) -> Cohort:
+    """Returns a cohort of so many clients and slots, with the sizes of the given one in turn, whose examples take no memory."""
     sizes = np.zeros(max(clients, population), np.int64)
     sizes[:clients] = np.resize(cohort.sizes, clients)
     columns = {
@@ -215,21 +225,22 @@ def _stand_in(cohort: Cohort, clients: int, population: int) -> Cohort:
     }
     data = FederatedData(columns, np.concatenate([[0], np.cumsum(sizes)]), [str(i) for i in range(len(sizes))])
     attackers = None if cohort.attackers is None else np.resize(cohort.attackers, clients)
-    return Cohort(data, np.arange(clients), cohort.round, cohort.key, attack=cohort.attack, attackers=attackers)
+    return Cohort(data, np.arange(clients), cohort.round, cohort.key, slots, attack=cohort.attack, attackers=attackers)
 
 
-def _largest(population: int, slots: Sequence[int], needed: Sequence[int], free: int) -> int:
+def _largest(population: int, slots: Sequence[int], needed: Sequence[int], examples: float, free: int) -> int:
     """Returns the largest cohort that fits.
 
     Args:
       population: number of clients.
       slots: the slots of the programs of two cohorts.
-      needed: the bytes that they need, which grow linearly.
+      needed: the bytes that they need, which grow linearly with the slots.
+      examples: the bytes that the examples of each client take besides.
       free: the bytes that there are.
 
-    >>> _largest(10_000, [10, 50], [1_000, 1_400], 7_000)
-    500
-    >>> _largest(300, [10, 50], [1_000, 1_400], 7_000)
+    >>> _largest(10_000, [10, 50], [1_000, 1_400], 0, 7_000), _largest(10_000, [10, 50], [1_000, 1_400], 20, 7_000)
+    (500, 200)
+    >>> _largest(300, [10, 50], [1_000, 1_400], 0, 7_000)
     300
     """
     of_each = max(0.0, (needed[1] - needed[0]) / ((slots[1] - slots[0]) or 1))
@@ -237,6 +248,6 @@ def _largest(population: int, slots: Sequence[int], needed: Sequence[int], free:
         size
         for digits in range(len(str(population)))
         for size in (10**digits, 2 * 10**digits, 5 * 10**digits, 10 ** (digits + 1))
-        if needed[0] + of_each * (size - slots[0]) <= free
+        if needed[0] + of_each * (size - slots[0]) + examples * size <= free
     ]
     return min(population, max(fits, default=0))

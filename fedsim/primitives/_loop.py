@@ -163,9 +163,12 @@ class _Loop:
         marks = *of_consts, *of_leaves
 
         def of_lane(t: jax.Array, own_steps: Any, *values: jax.Array) -> Arrays:
-            consts, before = self.split(values)
-            after = self.step(t, consts, before)
-            return after if own_steps is None else tree.select(t < own_steps, after, before)
+            if own_steps is None:
+                return self.step(t, *self.split(values))
+            runs = t < own_steps
+            # A lane that is done computes a step, too. Its derivative may be infinite, which 0 times it would make a NaN.
+            used = values if self.most_steps is None else tree.select(runs, values, jax.lax.stop_gradient(values))
+            return tree.select(runs, self.step(t, *self.split(used)), self.split(values)[1])
 
         of_lanes = jax.vmap(
             of_lane,

@@ -37,6 +37,9 @@ Arrays = list[Any]
 # A function with one of these runs for one client after another on a CPU. Others are cheap, and XLA fuses them across clients.
 _EXPENSIVE = {"dot_general", "conv_general_dilated", "while", "scan", "bounded_loop", "bounded_loop_tangent", "map", "sort"}
 
+# A plain sum of so many float32 terms, one after another, can be wrong in the fourth digit.
+_MANY_TERMS = 1000
+
 
 def _primitive(name: str, run: Callable[..., Any], avals: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
     """Returns a JAX primitive that is computed by ``run``, a function of arrays and of the primitive's static parameters."""
@@ -281,11 +284,14 @@ def _map_run(
 
             def step(sums: Arrays, slices: Arrays) -> tuple[Arrays, Arrays]:
                 out = work(*slices)
-                sums = [total + x.astype(total.dtype) for total, x in zip(sums, _only(out, summed), strict=True)]
-                return sums, _only(out, [not mark for mark in summed])
+                return list(map(_plus, sums, _only(out, summed))), _only(out, [not mark for mark in summed])
 
-            nothing = [zeros(with_axes(aval)).astype(wide(aval.dtype)) for aval in _only(jaxpr.out_avals, summed)]
-            sums, stacked = map(iter, jax.lax.scan(step, nothing, own, length=size))
+            nothing: Arrays = [zeros(with_axes(aval)).astype(wide(aval.dtype)) for aval in _only(jaxpr.out_avals, summed)]
+            if size > _MANY_TERMS:
+                nothing = [tree.Total.of(x) if tree.is_float(x) else x for x in nothing]
+            totals, out = jax.lax.scan(step, nothing, own, length=size)
+            sums = iter([total.value() if isinstance(total, tree.Total) else total for total in totals])
+            stacked = iter(out)
         else:
             # The work of a single client is that of the function itself, without an axis of clients.
             alone = size == 1
@@ -300,6 +306,10 @@ def _map_run(
     per_client, same = P(placement.name), P()
     in_specs = tuple(same if whole else per_client for whole in shared)
     return _per_device(placement, of_device, in_specs, [same if mark else per_client for mark in summed])(*args)
+
+
+def _plus(total: Any, term: jax.Array) -> Any:
+    return total.add(term) if isinstance(total, tree.Total) else total + term.astype(total.dtype)
 
 
 def _only(values: Sequence[Any], marks: Sequence[bool]) -> Arrays:

@@ -122,6 +122,27 @@ def after_one_round(rate, client_ids, lanes=1, attack=None, **options):
     return jax.tree.leaves(algorithm.apply(algorithm.init(jax.random.key(0)), cohort)[0].params)[0]
 
 
+@pytest.mark.parametrize("lanes", [1, pytest.param(2, marks=pytest.mark.first(2))])
+def test_clients_with_fewer_steps_have_the_same_derivatives_beside_others(lanes):
+    """The gradient of a step that a client does not take is 0, where the slope of clipping is NaN."""
+    data = fedsim.FederatedData.from_arrays({"x": np.float32([3, 1, 2])}, sizes=[1, 2])
+    net = hk.transform(lambda e: jnp.broadcast_to(hk.get_parameter("w", [], init=jnp.zeros), e["x"].shape))
+    features = {"x": jax.ShapeDtypeStruct((), jnp.float32)}
+    model = fedsim.Model.from_haiku(net, features=features, loss=lambda e, w: 0.5 * (w - e["x"]) ** 2)
+
+    def after(rate):
+        optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(rate))
+        algorithm = fedsim.algorithms.FedAvg(
+            model=model, client_optimizer=optimizer, batches=fedsim.Batches(size=1), execution=fedsim.Jit(lanes=lanes)
+        )
+        algorithm = fedsim.differentiable(algorithm)
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
+        return jax.tree.leaves(state.params)[0]
+
+    # Every step is clipped to 0.5, so that w after the round is (1 · 0.5 + 2 · 2 · 0.5) / 3 times the rate.
+    np.testing.assert_allclose(jax.value_and_grad(after)(0.1), (0.25 / 3, 2.5 / 3), rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:1 client update.* held a NaN:UserWarning")
 @pytest.mark.parametrize("lanes", [4, pytest.param(1, marks=pytest.mark.slow)])

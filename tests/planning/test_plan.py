@@ -126,6 +126,32 @@ def test_memory_is_what_xla_reports_and_the_largest_cohort_fits_in_it(aggregator
     assert fedsim.plan(algorithm, of[0], measure=False).largest_cohort == 0
 
 
+def test_memory_is_that_of_the_slots_and_of_numbers_as_devices_have_them():
+    model = fedsim.models.dense(shape=(3,), hidden=(50,), num_classes=4)
+    algorithm = fedavg(model=model, aggregator=aggregators.CoordinateMedian(), execution=fedsim.Jit(memory="resident"))
+    data = federation.data(sizes=[5] * 60)
+    cohort = fedsim.samplers.PoissonSampler(data, probability=0.1, seed=0).cohort(0)
+    assert len(cohort) < cohort.slots / 2
+    needed = memory_of(algorithm.execution.lower(algorithm, cohort).compile())
+    assert abs(fedsim.plan(algorithm, cohort, measure=False).bytes_per_device - needed) < 1000
+    double = fedsim.FederatedData.from_arrays(
+        {n: np.float64(c) if n == "x" else c for n, c in data.columns.items()}, sizes=data.sizes
+    )
+    cohort = dataclasses.replace(cohort, data=double)
+    assert abs(fedsim.plan(algorithm, cohort, measure=False).bytes_per_device - needed) < 1000
+
+
+def test_a_cohort_without_examples_has_a_plan():
+    cohort = fedsim.Cohort(federation.data(), np.zeros(0, np.int32), 0, fedsim.rng.root(0), slots=2)
+    assert fedsim.plan(fedavg(), cohort, measure=False).bytes_per_device > 0
+
+
+def test_the_largest_cohort_has_space_for_its_streamed_examples():
+    # 100 slots of 10 bytes and 51 clients of 40 bytes; 500 clients need 5,000 and 20,000 bytes.
+    assert _costs._largest(10_000, [100, 500], [1_000, 5_000], 40.0, 24_999) == 200
+    assert _costs._largest(10_000, [100, 500], [1_000, 5_000], 40.0, 25_000) == 500
+
+
 @pytest.mark.slow
 def test_streamed_examples_and_memories_take_only_the_memory_of_the_cohort():
     data = federation.data(sizes=[5] * 2000)

@@ -64,6 +64,17 @@ def test_lanes_take_their_own_numbers_of_steps():
     np.testing.assert_allclose(outside, expected)
 
 
+def test_steps_that_a_lane_does_not_take_have_no_part_in_derivatives():
+    def root(x, num_steps):  # whose slope is infinite at the step after the last one of a lane, and NaN after that
+        return bounded_loop(num_steps, lambda t, s: s + jnp.sqrt(x * (num_steps - t).astype(x.dtype)), 0 * x, most_steps=4)
+
+    rates, counts = jnp.array([2.0, 3.0]), jnp.int32([1, 3])
+    expected = [np.sqrt(range(1, n + 1)).sum() / (2 * np.sqrt(x)) for n, x in ((1, 2.0), (3, 3.0))]
+    in_lanes = jax.vmap(root)
+    np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(in_lanes(x, counts)))(rates), expected)
+    np.testing.assert_allclose(jax.jvp(lambda x: in_lanes(x, counts), (rates,), (jnp.ones(2),))[1], expected)
+
+
 def test_only_lanes_that_differ_are_computed_for_each_lane():
     def loop(scale):
         def step(t, state):

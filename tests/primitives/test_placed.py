@@ -53,6 +53,17 @@ def test_half_precision_is_summed_in_single_precision():
     assert float(fed.stages(gradient, jnp.bfloat16(1), ones).run(jnp.bfloat16(1), ones)) == 512
 
 
+def test_sums_over_many_clients_one_after_another_are_precise():
+    clients = fed.Placement("clients", 300_000)
+    x = fed.place(jnp.full(clients.size, 0.1), clients)
+
+    def mean(factor):
+        return fed.mean(fed.map(lambda value: factor * value, x, side_by_side=False))
+
+    np.testing.assert_allclose(fed.program(mean)(1.0), 0.1, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(mean)(1.0), 0.1, rtol=1e-6)
+
+
 def test_a_weighted_mean_has_the_precision_of_its_values():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         mean = fed.weighted_mean(at(np.full(3, 1.0)), at(np.array([1, 1, 1])))
