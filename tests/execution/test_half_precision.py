@@ -20,7 +20,7 @@ def halved(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cls",
-    [algorithms.FedAvgM, algorithms.FedAdam, algorithms.SCAFFOLD, algorithms.FedDyn, algorithms.MimeLite, algorithms.DSSGD],
+    [algorithms.FedAvgM, algorithms.FedAdam, algorithms.APFL, algorithms.FedCM, algorithms.MimeLite, algorithms.DSSGD],
 )
 def test_states_keep_their_dtypes_and_rounds_run_in_one_dispatch(cls):
     model = halved(federation.model())
