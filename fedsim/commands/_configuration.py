@@ -89,6 +89,7 @@ class Choices(DataOptions):
     model: str | None = None
     epochs: str | None = None
     steps: str | None = None
+    clients: str | None = None
     trust: bool = False
     seed: str | None = None
 
@@ -305,6 +306,8 @@ def _defaults(
         values |= base["hyperparameters"] if algorithm == base["algorithm"] else {}
     else:
         values |= {"data": None, "model": None}
+    if algorithm == "dssgd" and not base and (chosen.clients or "").isdecimal():  # see `experiment.published`
+        values["server_learning_rate"] = 1 / max(1, int(chosen.clients or 1))
     # --steps replaces the default of --epochs and the other way round, because `RunConfig` refuses both.
     given = {name for name in ("epochs", "steps") if getattr(chosen, name) is not None}
     values |= {"epochs": 1} if given == {"steps"} else {"steps": None} if given == {"epochs"} else {}

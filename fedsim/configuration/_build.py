@@ -645,7 +645,8 @@ def _model(
     """Makes a model. Options that describe the data and that are not given are those of the dataset's default model.
 
     These are the options that the model needs, such as its shape, and those that the dataset has, too, such as its vocabulary,
-    if the model has all of them. A model that lacks some may mean something else by the others.
+    if the model has all of them. A model that lacks some may mean something else by the others. A model that has all options of
+    the default model, also those of its loss, gets all of them, because learning rates are published for that loss.
     """
     if name is None:
         raise ValueError(
@@ -658,8 +659,9 @@ def _model(
     if isinstance(default, str) and (factory := models.MODELS.get(parse_call(name)[0])):
         options = parse_call(default)[1]
         shared = of_data & options.keys()
-        has_all = shared <= inspect.signature(factory).parameters.keys()
-        taken = required(factory) - shared | (shared if has_all else set())
+        known = inspect.signature(factory).parameters.keys()
+        taken = required(factory) - shared | (shared if shared <= known else set())
+        taken |= options.keys() if options.keys() <= known else set()
         given = {option: value for option, value in options.items() if option in taken - parse_call(name)[1].keys()}
     return make("model", name, models.MODELS, Model, **given)
 

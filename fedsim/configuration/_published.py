@@ -17,17 +17,26 @@ Deviations from their code, for which these rates were tuned:
   autoencoder inverts, too.
 - Shakespeare and Stack Overflow NWP: they weight a client by its number of tokens without padding, here by its examples. For
   the loss, see `fedsim.models.stackoverflow_lstm` and `fedsim.models.shakespeare_lstm`.
+- EMNIST AE: their loss of a batch is the sum over its images of the mean over the pixels, here 20 times the mean over both.
+  These are equal for a full batch of 20. Of a last batch with n images, their gradient is n / 20 of that here.
 - Stack Overflow LR: their loss of a batch is the sum over its posts of the mean over the tags, here the mean over its posts of
   the sum over the tags, divided by 5. These are equal for a full batch of 100. Of a last batch with n posts, their gradient is
   n / 100 of that here.
 
+- Adam, Yogi and Adagrad of the server: theirs are those of Keras and TensorFlow Addons, whose second moment starts at 0, with
+  bias correction for Adam. Here it starts at tau² without correction, as in the paper. For their Adam, use
+  ``FedAvg(server_optimizer=optax.adam(rate, 0.9, 0.999, eps=tau))``.
+- CIFAR-100: their network has an L2 penalty of 1e-4 on its weights. `fedsim.models.cifar100_resnet18` has none.
+
 FedJAX's own flags for EMNIST (experiments/fed_avg/fed_avg.EMNIST_CONV.flags) have the same clients, rounds, b1 and b2. Their
 batch size (10) and learning rates differ; Reddi et al. tuned theirs, and FedJAX does not say how theirs were chosen.
 
-FedProx was not part of that study: it has the learning rates of FedAvg and fedsim's default mu. FedSGD's learning rate, the
-interval between evaluations, and all numbers for other datasets were chosen for fedsim. Those for the embedded digits reach a
-test accuracy of 0.95 within these rounds (300 for FedSGD, 100 for the others) with seeds 0 and 1: they were chosen on test
-examples, so an honest comparison of algorithms chooses its own rates on validation examples (``--validation``).
+FedProx was not part of that study: it has the learning rates of FedAvg and fedsim's default mu. A proximal term moves the
+parameters towards its centre by the client's learning rate times its strength. Where this is 1 or more, the strength of
+FedProx, FedDC, FedDyn and Ditto is 0.1 over the learning rate instead. FedSGD's learning rate, the interval between
+evaluations, and all numbers for other datasets were chosen for fedsim. Those for the embedded digits reach a test accuracy of
+0.95 within these rounds (300 for FedSGD, 100 for the others) with seeds 0 and 1: they were chosen on test examples, so an
+honest comparison of algorithms chooses its own rates on validation examples (``--validation``).
 """
 
 from __future__ import annotations
@@ -105,6 +114,9 @@ _OWN_ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("digits", "fedsgd"): dict(rounds=300, batch_size=256, epochs=1, server_learning_rate=0.5),
 }
 
+# The options that are strengths of proximal terms, with their defaults.
+_PROXIMAL = {"fedprox": ("mu", 0.1), "feddc": ("alpha", 0.1), "feddyn": ("alpha", 0.01), "ditto": ("lam", 1.0)}
+
 _ALGORITHM_CONSTANTS: dict[str, dict[str, Any]] = {
     "fedadagrad": dict(b1=0.0),
     "fedadam": dict(b1=0.9, b2=0.99),
@@ -152,5 +164,10 @@ def published(dataset: str, algorithm: str, model: str | None = None) -> Publish
             values |= _ALGORITHM_CONSTANTS.get(like, {})
     if algorithm == "dssgd":  # It sums the clients' changes, so this rate gives the step of their mean.
         values["server_learning_rate"] = 1 / values.get("clients", 10)
-    values |= _OWN_ALGORITHMS.get((dataset, algorithm), {})
+    if task is _TASKS.get((dataset, None)):  # The values are those of the dataset's own task.
+        values |= _OWN_ALGORITHMS.get((dataset, algorithm), {})
+    if algorithm in _PROXIMAL:
+        option, strength = _PROXIMAL[algorithm]
+        rate = values.get("client_learning_rate", 0.0)
+        values |= {option: 0.1 / rate} if rate * strength >= 1 else {}
     return Published(values=values, source=f"Reddi et al. 2021 ({task.name})" if task and algorithm in _STUDIED else _OURS)

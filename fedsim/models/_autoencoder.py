@@ -23,17 +23,26 @@ _SHAPE = (28, 28, 1)
 _ENCODER, _CODE, _DECODER = (1000, 500, 250), 30, (250, 500, 1000)
 
 
-def emnist_autoencoder() -> Model:
+def emnist_autoencoder(*, factor: float = 20.0) -> Model:
     """An autoencoder of the 784 pixels with a code of 30 numbers: 2,837,314 parameters.
 
     The encoder has layers of 1000, 500 and 250 units, and the decoder the same in reverse. Every layer except the code is
-    followed by a sigmoid, so outputs are pixels ``float32 [n, 784]`` in (0, 1). The loss of an example is the mean squared
-    error of its pixels. Initial weights are drawn from Glorot's normal distribution, as in the paper's code.
+    followed by a sigmoid, so outputs are pixels ``float32 [n, 784]`` in (0, 1). Initial weights are drawn from Glorot's normal
+    distribution, as in the paper's code. The loss of an example is ``factor`` times the mean squared error of its pixels, and
+    the metric ``loss`` is this error. The paper's code sums the errors of a batch, so its learning rates for batches of 20 are
+    those for a factor of 20.
+
+    Args:
+      factor: of the loss that clients minimize.
+
+    Raises:
+      ValueError: ``factor`` is not positive.
 
     >>> model = emnist_autoencoder()
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     2837314
     """
+    checks.positive(factor=factor)
     glorot_normal = hk.initializers.VarianceScaling(1.0, "fan_avg", "truncated_normal")
 
     def decoded(examples: Examples) -> jax.Array:
@@ -45,7 +54,7 @@ def emnist_autoencoder() -> Model:
             x = jax.nn.sigmoid(hk.Linear(width, w_init=glorot_normal)(x))
         return x
 
-    return _reconstruction(decoded, _SHAPE, 255)
+    return _reconstruction(decoded, _SHAPE, 255, factor)
 
 
 def digits_autoencoder(*, code: int = 10, hidden: Sequence[int] = (64,)) -> Model:
@@ -78,13 +87,17 @@ def digits_autoencoder(*, code: int = 10, hidden: Sequence[int] = (64,)) -> Mode
     return _reconstruction(decoded, (8, 8, 1), 16)
 
 
-def _reconstruction(decoded: Callable[[Examples], jax.Array], shape: Sequence[int], scale: float) -> Model:
+def _reconstruction(decoded: Callable[[Examples], jax.Array], shape: Sequence[int], scale: float, factor: float = 1.0) -> Model:
     """Returns the model whose outputs ``[n, pixels]`` approximate the pixels of its inputs."""
 
-    def loss(examples: Examples, outputs: jax.Array) -> jax.Array:
+    def error(examples: Examples, outputs: jax.Array) -> jax.Array:
         return jnp.mean(jnp.square(outputs - _pixels(examples, scale)), axis=1)
 
-    return Model.from_haiku(hk.transform(decoded), features={"x": image_features(shape)["x"]}, loss=loss)
+    def loss(examples: Examples, outputs: jax.Array) -> jax.Array:
+        return factor * error(examples, outputs)
+
+    features = {"x": image_features(shape)["x"]}
+    return Model.from_haiku(hk.transform(decoded), features=features, loss=loss, metrics={"loss": error})
 
 
 def _pixels(examples: Examples, scale: float) -> jax.Array:

@@ -22,10 +22,11 @@ class WordTokenizer:
     """Converts sentences, with words separated by single spaces, to id sequences ``x`` and the next words ``y``.
 
     A sentence ``w1 ... wn`` becomes ``x = bos w1 ... wn`` and ``y = w1 ... wn eos``, both cut or padded to ``length``, so
-    sentences of ``length`` or more words have no eos. Ids are those of FedJAX's ``StackoverflowTokenizer`` and of TFF: 0 is
-    pad, 1 bos, 2 eos, the vocabulary starts at 3, and unknown words get one of the last ``oov_buckets`` ids by FarmHash's
-    fingerprint. As in FedJAX and TFF, there is an empty word between two successive spaces and in an empty sentence, and it is
-    unknown.
+    sentences of ``length`` or more words have no eos. Ids are those of FedJAX's ``StackoverflowTokenizer``: 0 is pad, 1
+    bos, 2 eos, the vocabulary starts at 3, and unknown words get one of the last ``oov_buckets`` ids by FarmHash's fingerprint.
+    In the code of Reddi et al. (2021) and other code for TFF, the order is pad, vocabulary, unknown words, bos, eos, so
+    parameters that were trained there need other rows of the embedding and of the outputs. As in FedJAX and TFF, there is an
+    empty word between two successive spaces and in an empty sentence, and it is unknown.
     Deviation: text that is not UTF-8 is an error.
 
     Attributes:

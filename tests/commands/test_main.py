@@ -126,3 +126,13 @@ def test_every_command_is_a_module_and_in_the_help(capsys):
     assert {f"_{command}" for command in commands.COMMANDS} <= modules
     assert main(["--help"]) == 0
     assert re.findall(r"^  ([a-z]+)", capsys.readouterr().out, re.MULTILINE) == list(commands.COMMANDS)
+
+
+def test_the_step_of_a_server_that_adds_up_changes_follows_the_number_of_clients():
+    for options, rate in (
+        ([], 1 / 20),
+        (["--clients", "50"], 1 / 50),
+        (["--server-learning-rate", "2", "--clients", "5"], 2.0),
+    ):
+        config = configured(["--algorithm", "dssgd", *options], "fedsim run", "", {}).config
+        assert config.hyperparameters["server_learning_rate"] == rate

@@ -5,12 +5,13 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedsim
 from fedsim import aggregators, algorithms, compressors, datasets, decentralized, samplers
-from fedsim.configuration import RunConfig, Settings, build
+from fedsim.configuration import RunConfig, Settings, _build, build
 from fedsim.names import parse_call
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -201,6 +202,28 @@ def test_a_model_has_the_vocabulary_of_its_dataset(options, model, ids, tmp_path
     rate = own.model.metrics["oov_rate"]({"y": np.asarray(test.columns["y"])}, None)
     # Three of the five tokens "a p q r eos" are unknown. A model of another vocabulary takes other ids for these.
     assert rate.total.sum() / rate.weight.sum() == pytest.approx(0.6 if ids < 12 else 0)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model", "divisor"),
+    [
+        ("stackexchange(vocabulary=5)", "stackoverflow_lstm(tanh=True)", 13.3),
+        ("stackexchange(vocabulary=5)", "stackoverflow_transformer", 13.3),
+        ("stackexchange(vocabulary=5)", "stackoverflow_lstm(expected_length=2)", 2),
+        ("stackoverflow_like", "stackoverflow_lstm", 13.3),
+        ("stackoverflow_tag(vocabulary=5, length=4)", "stackoverflow_logistic", 5),
+    ],
+)
+def test_a_model_that_is_named_has_the_loss_of_the_default_model(dataset, model, divisor):
+    default = datasets.describe(dataset).default_model
+    of_data = frozenset({"vocabulary", "length", "oov_buckets", "tags"})
+    own = _build._model(model, dataset, default, of_data)
+    if model == "stackoverflow_logistic":
+        loss, plain = own.loss({"y": jnp.zeros((1, 500), jnp.uint8)}, jnp.zeros((1, 500))), 500 * np.log(2)
+    else:
+        loss = own.loss({"y": jnp.full((1, 20), 3)}, jnp.zeros((1, 20, own.num_classes)))
+        plain = 20 * np.log(own.num_classes)
+    assert loss[0] == pytest.approx(plain / divisor, rel=1e-5)
 
 
 def test_a_model_that_means_something_else_by_a_vocabulary_does_not_get_it():

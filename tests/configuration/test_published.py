@@ -3,11 +3,15 @@
 import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from fedsim import algorithms, datasets
+import fedsim
+from fedsim import algorithms, datasets, models
 from fedsim.configuration import algorithm_hyperparameters
-from fedsim.experiment import RunConfig, published
+from fedsim.experiment import RunConfig, algorithm_class, published
 
 # Copied from optimization/docs/hyperparameters.md of google-research/federated.
 RATES = """
@@ -55,6 +59,28 @@ def test_learning_rates_are_those_of_the_paper(task, powers):
             assert math.log10(result.values["tau"]) == pytest.approx(powers[10 + column])
         else:
             assert "tau" not in result.values
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("name", "option"), [("fedprox", "mu"), ("feddc", "alpha"), ("feddyn", "alpha"), ("ditto", "lam")])
+def test_a_proximal_term_does_not_overshoot(task, name, option):
+    """A step moves the parameters towards the centre by the rate times the strength, and beyond it from 1 on."""
+    dataset, model = TASKS[task]
+    values = published(dataset, name, model).values
+    strength = values.get(option, algorithm_hyperparameters(algorithm_class(name))[option][1])
+    assert values["client_learning_rate"] * strength < 1
+
+
+def test_the_autoencoder_minimizes_the_sum_over_a_batch_of_20():
+    model = models.emnist_autoencoder()
+    x = np.random.default_rng(0).integers(0, 256, (20, 28, 28, 1)).astype(np.uint8)
+    params = model.init(jax.random.key(0))
+    outputs = np.asarray(model.apply_for_eval(params, {"x": x}), np.float64)
+    errors = np.mean((outputs - x.reshape(20, -1) / 255) ** 2, axis=1)
+    batch = fedsim.Batch(examples={"x": jnp.asarray(x)}, mask=jnp.ones(20, bool), key=jax.random.key(0), step=0)
+    assert model.train_loss(params, batch) == pytest.approx(errors.sum(), rel=1e-5)
+    data = fedsim.FederatedData.from_arrays({"x": x}, sizes=[20])
+    assert fedsim.evaluate(model, params, data).overall["loss"] == pytest.approx(errors.mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("task", "numbers"), list(rows(SETUPS)), ids=[name for name, _ in rows(SETUPS)])
