@@ -88,9 +88,9 @@ def evaluate_personalized(
 
     Raises:
       ValueError: the algorithm has no parameters per client, the state belongs to another population or algorithm, the data
-        does not fit the model, an argument has the wrong type, or a metric does not return one entry per example; with
-        ``recalibrate``, the model has no running statistics, has some that are no averages over batches, or does not leave out
-        the padding of partial batches.
+        does not fit the model, labels of ``test`` are hidden, or some of ``train`` and one of the algorithms needs all,
+        an argument has the wrong type, or a metric does not return one entry per example; with ``recalibrate``, the model has
+        no running statistics, has some that are no averages over batches, or does not leave out the padding of partial batches.
 
     >>> import optax, fedsim
     >>> data = FederatedData.from_arrays(
@@ -117,7 +117,9 @@ def evaluate_personalized(
     _check_state(algorithm, parts)
     for data in (train, test):
         data.check_dtypes()
-        algorithm.model.check(data, unlabelled=data is train and algorithm.capabilities.unlabelled)
+    unlabelled = all(each.capabilities.unlabelled for each in (algorithm, fine_tune or algorithm))
+    algorithm.model.check(train, unlabelled=unlabelled)
+    algorithm.model.check(test)
     work = _work(algorithm, fine_tune, recalibrate, batch_size or _suitable_batch_size(test.sizes))
     if recalibrate:
         check_recalibration(algorithm.model)

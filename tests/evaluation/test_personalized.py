@@ -12,6 +12,7 @@ import pytest
 
 import fedsim
 from fedsim import algorithms
+from fedsim.partitioners import hide_labels
 
 EXECUTIONS = {
     "jit": fedsim.Jit(),
@@ -382,6 +383,17 @@ def test_errors_for_what_cannot_be_evaluated():
     other = fedsim.FederatedData.from_arrays({"z": np.zeros(3)}, sizes=[3])
     with pytest.raises(ValueError, match="The model reads feature 'x'"):
         fedsim.evaluate_personalized(make(), state, data, other)
+
+
+def test_hidden_labels_are_read_only_where_all_algorithms_learn_without_them():
+    data = federation.data()
+    few = hide_labels(data, fraction=0.5, seed=0)
+    fixmatch = make(algorithms.FixMatch, weak=fedsim.augmentations.noise, strong=fedsim.augmentations.noise)
+    state = fixmatch.init(jax.random.key(0))
+    fedsim.evaluate_personalized(fixmatch, state, few, data, fine_tune=fixmatch)
+    for test, tuned in ((few, fixmatch), (data, make(algorithms.FedAvg))):
+        with pytest.raises(ValueError, match="has label y=-1, and the model has classes 0 to"):
+            fedsim.evaluate_personalized(fixmatch, state, few, test, fine_tune=tuned)
 
 
 @pytest.mark.parametrize(
