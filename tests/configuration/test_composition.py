@@ -121,6 +121,11 @@ def test_cohorts_have_attackers_and_stragglers():
             dict(aggregator="krum(attackers=1, inner='secure_mean(max_weight=1)')"),
             "krum needs every single update, and of secure_mean, for example, the server sees the sum alone",
         ),
+        (
+            dict(labels=0.1, model="digits_autoencoder"),
+            "labels, the feature 'y', with labels=0.1, got a model that reads x",
+        ),
+        (dict(labels=0.1, algorithm="kmeans"), "labels, the feature 'y', with labels=0.1, got KMeans without a model"),
         (dict(attack="model_replacement"), "The attack 'model_replacement' needs the option inner"),
         (
             dict(attack="model_replacement(inner='label_flip(num_classes=10)')", synchronization=BUFFERED),
