@@ -528,6 +528,11 @@ def _named_sampler(text: str, data: FederatedData, config: RunConfig, algorithm:
     cls: Any = look_up("sampler", name, SAMPLERS)
     given: dict[str, Any] = {"data": data, "clients": config.clients, "seed": config.seed}
     if cls is PoissonSampler:
+        if config.clients > data.num_clients:  # The sampler would name the probability, which is no option.
+            raise ValueError(
+                f"A cohort of clients={config.clients} on average is larger than the population of {data.num_clients}. Give at "
+                f"most clients={data.num_clients}."
+            )
         given["probability"] = given.pop("clients") / data.num_clients
     if "weighting" in inspect.signature(cls).parameters:
         given["weighting"] = getattr(algorithm, "weighting", config.weighting)

@@ -135,6 +135,10 @@ def test_cohorts_have_attackers_and_stragglers():
         (dict(attack="min_max", synchronization="asynchronous(concurrency=3)"), "MinMax needs honest .* those of Asynchronous"),
         (dict(attack="sing_flip"), "There is no attack 'sing_flip'. Did you mean 'sign_flip'"),
         (dict(attack="sign_flip", attackers=1.5), "attackers=1.5"),
+        (
+            dict(sampler="poisson", clients=101),
+            "A cohort of clients=101 on average is larger than the population of 100. Give at most clients=100",
+        ),
         (dict(stragglers=0.5, epochs=1), "epochs"),
         (dict(stragglers=0.5, epochs=2, algorithm="adpsgd"), "without a clock in Stragglers, got FinishingNodes"),
         (
