@@ -90,7 +90,7 @@ VERDICTS = {
     ),
     "unus_dssgd": "The same order, other numbers: another network trains, and the paper's numbers are recalled.",
     "unus_staleness": (
-        "The same order, a smaller gain: FedBuff needs fewest updates and least time, but its 410 updates instead of 532 in "
+        "The same order, a smaller gain: FedBuff needs fewest updates and least time, but its 407 updates instead of 531 in "
         "synchronous rounds (FEMNIST: 293 instead of 428) are not 3.3 times fewer."
     ),
     "unus_faults": "No published numbers: failing clients and lost messages cost time and hardly accuracy.",

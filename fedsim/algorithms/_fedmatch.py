@@ -26,7 +26,7 @@ from fedsim import augmentations, checks, metrics, rng, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import Local, LocalTraining
-from fedsim.algorithms._pseudo_labels import PseudoLabels, check_classifier
+from fedsim.algorithms._pseudo_labels import PRIVATE_REASON, PseudoLabels, check_classifier
 from fedsim.algorithms._server_examples import Examples, after_server_steps, server_seed
 from fedsim.algorithms._server_step import after_step, first_state
 from fedsim.augmentations import Augmentation
@@ -236,6 +236,8 @@ class FedMatch(FedAvg):
         return local._replace(params=local.params.whole())
 
     def client_update(self, shared: FedMatchShared, client: Client) -> ClientUpdate:
+        training = self.local_training(shared, client)
+        training.check_not_private(type(self).__name__, PRIVATE_REASON)
         local = super().train(shared, client)
         confident = self.pseudo_labels.confident(shared.params.whole(), client, self.batches)
         info = {"loss": local.loss.result(), "confident": confident}

@@ -23,7 +23,7 @@ from fedsim import augmentations, metrics
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining
-from fedsim.algorithms._pseudo_labels import PseudoLabels, check_classifier
+from fedsim.algorithms._pseudo_labels import PRIVATE_REASON, PseudoLabels, check_classifier
 from fedsim.algorithms._server_examples import Examples, SeededState, after_server_steps, server_seed
 from fedsim.augmentations import Augmentation
 from fedsim.data import Batch, FederatedData
@@ -114,6 +114,8 @@ class FixMatch(FedAvg):
         return supervised + self.unlabelled_weight * unsupervised
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+        training = self.local_training(shared, client)
+        training.check_not_private(type(self).__name__, PRIVATE_REASON)
         result = super().client_update(shared, client)
         confident = self.pseudo_labels.confident(shared.params, client, self.batches)
         return result._replace(info={**result.info, "confident": confident})

@@ -36,7 +36,8 @@ def with_private_examples(training: LocalTraining, *, clip: float, noise_multipl
     This holds for algorithms whose clients send only what results from these steps, such as FedAvg, FedProx, SCAFFOLD with
     ``control_variate="II"`` and Ditto. Algorithms that use examples in other ways raise ``ValueError`` in the first round. Some
     make a pass over all examples: MimeLite, q-FedAvg, adaptive FedProx, agnostic FedAvg, FedALA, FedEM, FedProto, FedDistill,
-    HypCluster and IFCA. pFedMe computes several gradients of a batch, which would all have the same noise.
+    HypCluster and IFCA. pFedMe computes several gradients of a batch, which would all have the same noise. The losses of
+    FixMatch and FedMatch are no means over the examples of a batch.
 
     Args:
       training: with one epoch of batches in a round.

@@ -16,6 +16,9 @@ from fedsim.metrics import divide
 from fedsim.model import Model, Params, current_scope, scope_of
 from fedsim.rounds import Client
 
+# Why `with_private_examples` is refused.
+PRIVATE_REASON = "its loss is no mean over the examples of a batch, and the share of pseudo-labels that is sent has no noise"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PseudoLabels:

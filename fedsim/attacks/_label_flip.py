@@ -22,6 +22,8 @@ from fedsim.data import Batch, FederatedData
 class LabelFlip(Attack):
     """Attackers train on wrong labels: label l becomes num_classes - 1 - l, or ``source`` becomes ``target``.
 
+    A hidden label, which is -1, stays hidden, see `fedsim.partitioners.hide_labels`.
+
     Attributes:
       num_classes: labels are in [0, num_classes).
       source: the class whose label is changed to ``target``. None changes all labels l to num_classes - 1 - l.
@@ -54,7 +56,7 @@ class LabelFlip(Attack):
     def check(self, data: FederatedData) -> None:
         check_column(self, data, self.label, "label")
         known = data.label_range(self.label)
-        if known and not (known[0] >= 0 and known[1] < self.num_classes):
+        if known and not (known[0] >= -1 and known[1] < self.num_classes):
             raise ValueError(
                 f"Expected labels {self.label!r} from 0 to {self.num_classes - 1}, got {known[0]} to {known[1]}. Set "
                 f"num_classes={self.num_classes} to the number of classes, or set label to another feature."
@@ -63,7 +65,7 @@ class LabelFlip(Attack):
     def poison(self, batch: Batch) -> dict[str, jax.Array]:
         labels = batch.examples[self.label]
         if self.source is None or self.target is None:
-            wrong = self.num_classes - 1 - labels
+            wrong = jnp.where(labels >= 0, self.num_classes - 1 - labels, labels)
         else:
             wrong = jnp.where(labels == self.source, jnp.asarray(self.target, labels.dtype), labels)
         return {**batch.examples, self.label: wrong}

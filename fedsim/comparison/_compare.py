@@ -254,8 +254,8 @@ def _settings(
     drawn = any(run.drawn for run in grids)  # The ends of drawn values are not those of their ranges.
     for field, best in () if drawn else chosen.setting.items():
         tried = [value for run in grids for value in [run.fields.get(field), *run.grid.get(field, ())]]
-        if text := edge_of_grid(field, best, [value for value in tried if isinstance(value, int | float)]):
-            notes.append(f"{name}: {text}.")
+        if edge := edge_of_grid(field, best, [value for value in tried if isinstance(value, int | float)]):
+            notes.append(f"{name}: {edge}.")
     return [dataclasses.replace(result, selected=result is chosen) for result in results]
 
 

@@ -288,6 +288,7 @@ def _algorithm(
             f"{cls.__name__} has no hyperparameter {unknown[0]!r}.{did_you_mean(unknown[0], hyperparameters)} It has: {known}."
         )
     _check_weighting(cls, config)
+    _check_labels(cls, model, config)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     given: dict[str, Any] = {"batches": _batches(config, fields["batches"]), "execution": execution}
     own: dict[str, Any] = dict(config.hyperparameters)
@@ -329,6 +330,16 @@ def _check_weighting(cls: type[Algorithm], config: RunConfig) -> None:
         raise ValueError(
             f"{cls.__name__} determines the weights of clients itself, so it takes no weighting, got weighting="
             f"{config.weighting!r}: leave it out."
+        )
+
+
+def _check_labels(cls: type[Algorithm], model: Model | None, config: RunConfig) -> None:
+    """Raises ``ValueError`` for hidden labels where nobody reads labels: the examples without one would be left out."""
+    if config.labels is not None and (model is None or "y" not in model.features):
+        what = f"{cls.__name__} without a model" if model is None else f"a model that reads {', '.join(model.features)}"
+        raise ValueError(
+            f"Expected an algorithm and a model that read labels, the feature 'y', with labels={config.labels}, got {what}: "
+            "leave labels out."
         )
 
 
@@ -517,6 +528,11 @@ def _named_sampler(text: str, data: FederatedData, config: RunConfig, algorithm:
     cls: Any = look_up("sampler", name, SAMPLERS)
     given: dict[str, Any] = {"data": data, "clients": config.clients, "seed": config.seed}
     if cls is PoissonSampler:
+        if config.clients > data.num_clients:  # The sampler would name the probability, which is no option.
+            raise ValueError(
+                f"A cohort of clients={config.clients} on average is larger than the population of {data.num_clients}. Give at "
+                f"most clients={data.num_clients}."
+            )
         given["probability"] = given.pop("clients") / data.num_clients
     if "weighting" in inspect.signature(cls).parameters:
         given["weighting"] = getattr(algorithm, "weighting", config.weighting)

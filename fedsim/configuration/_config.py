@@ -245,6 +245,7 @@ class RunConfig:
         "When clients start and the server aggregates: 'buffered(size=10, concurrency=30)', 'asynchronous(concurrency=30)', "
         "'stale_synchronous(bound=2)', ...; default: synchronous, or rounds without a clock.",
         names="code",
+        of_sampler=True,  # Its updates per server step are a default of model replacement.
     )
     step_seconds: str | None = _option(
         None,

@@ -49,6 +49,7 @@ def evaluate_personalized(
     seed: int | jax.Array = 0,
     execution: Execution | None = None,
     batch_size: int | None = None,
+    rows: np.ndarray | None = None,
 ) -> Evaluation:
     """Evaluates each client of ``test`` with its own parameters.
 
@@ -81,6 +82,8 @@ def evaluate_personalized(
       seed: the seed of shuffling and dropout.
       execution: how clients are run; default: the algorithm's execution.
       batch_size: test examples per step. It affects speed and memory only. The default depends on the clients' sizes.
+      rows: ``int [train.num_clients, 2]``, which of its training examples each client has, see `fedsim.Cohort`; default: all.
+        For clients whose examples arrive, see `fedsim.samplers.Arriving.rows`.
 
     Returns:
       An `Evaluation`, whose ``overall`` weights all examples equally. See `Evaluation.over_clients` for the distribution over
@@ -88,9 +91,9 @@ def evaluate_personalized(
 
     Raises:
       ValueError: the algorithm has no parameters per client, the state belongs to another population or algorithm, the data
-        does not fit the model, an argument has the wrong type, or a metric does not return one entry per example; with
-        ``recalibrate``, the model has no running statistics, has some that are no averages over batches, or does not leave out
-        the padding of partial batches.
+        does not fit the model, labels of ``test`` are hidden, or some of ``train`` and one of the algorithms needs all,
+        an argument has the wrong type, or a metric does not return one entry per example; with ``recalibrate``, the model has
+        no running statistics, has some that are no averages over batches, or does not leave out the padding of partial batches.
 
     >>> import optax, fedsim
     >>> data = FederatedData.from_arrays(
@@ -117,7 +120,9 @@ def evaluate_personalized(
     _check_state(algorithm, parts)
     for data in (train, test):
         data.check_dtypes()
-        algorithm.model.check(data, unlabelled=data is train and algorithm.capabilities.unlabelled)
+    unlabelled = all(each.capabilities.unlabelled for each in (algorithm, fine_tune or algorithm))
+    algorithm.model.check(train, unlabelled=unlabelled)
+    algorithm.model.check(test)
     work = _work(algorithm, fine_tune, recalibrate, batch_size or _suitable_batch_size(test.sizes))
     if recalibrate:
         check_recalibration(algorithm.model)
@@ -126,6 +131,10 @@ def evaluate_personalized(
     first, root = work.first_round(shared), rng.stream(rng.root(seed), "personal")
     clients = np.flatnonzero(test.sizes)
     in_train = _positions(test, train, clients)
+    if rows is not None and len(rows) != train.num_clients:
+        raise ValueError(
+            f"Expected rows [{train.num_clients}, 2], two positions for each client of train, got {len(rows)} rows."
+        )
     if len(clients) and np.all(in_train < 0):
         warnings.warn(
             f"None of the {len(clients)} clients of test, the first of which is {test.client_ids[clients[0]]!r}, is in train, "
@@ -147,7 +156,8 @@ def evaluate_personalized(
         chunk, at = clients[start : start + slots], in_train[start : start + slots]
         present = np.flatnonzero(at >= 0)
         memories = _memories(parts, algorithm, shared, at[present], slots)
-        params = run(work.params, (shared, first, parts.parts, *memories), Cohort(train, at[present], 0, root, slots))
+        cohort = Cohort(train, at[present], 0, root, slots, rows=None if rows is None else rows[at[present]])
+        params = run(work.params, (shared, first, parts.parts, *memories), cohort)
         index = np.full(slots, -1, np.int32)
         index[present] = np.arange(len(present))
         found = run(work.statistics, (params, index, absent, none), Cohort(test, chunk, 0, rng.root(0), slots))

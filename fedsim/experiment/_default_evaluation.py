@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from fedsim import rng
 from fedsim.algorithm import Algorithm
@@ -14,6 +15,8 @@ from fedsim.evaluation import Evaluation, evaluate_personalized
 from fedsim.evaluation import evaluate as evaluate_model
 from fedsim.execution import Jit
 from fedsim.model import keeps_parts
+from fedsim.rounds import server_state
+from fedsim.samplers import Arriving, Sampler
 
 State = Any
 Scores = Evaluation | Mapping[str, float]
@@ -30,8 +33,13 @@ def is_personal(algorithm: Algorithm) -> bool:
 
 
 def default_evaluation(
-    algorithm: Algorithm, train: FederatedData, data: FederatedData | None, like: State, name: str = "test_data"
-) -> Callable[[State], Scores] | None:
+    algorithm: Algorithm,
+    train: FederatedData,
+    data: FederatedData | None,
+    like: State,
+    name: str = "test_data",
+    sampler: Sampler | None = None,
+) -> Callable[..., Scores] | None:
     """Returns the evaluation of states on test or validation data, see `fedsim.experiment.run`; None without test data.
 
     Args:
@@ -40,6 +48,8 @@ def default_evaluation(
       data: the test data.
       like: a state of the algorithm, of arrays or ``jax.ShapeDtypeStruct``.
       name: of the data, for error messages.
+      sampler: that of the run, which may also be given with a state. If examples arrive (`Arriving`), personal models are those
+        by the examples of the last round.
 
     Raises:
       ValueError: the algorithm cannot be evaluated, or the data has no examples or does not fit the model.
@@ -60,7 +70,7 @@ def default_evaluation(
         )
     own, model = getattr(algorithm, "evaluate", None), getattr(algorithm, "model", None)
     if own is not None:
-        return lambda state: own(state, data)
+        return lambda state, sampler=None: own(state, data)
     params = jax.eval_shape(lambda state: getattr(state, "params", None), like)
     if model is None or params is None:
         raise ValueError(
@@ -71,12 +81,12 @@ def default_evaluation(
     execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()
     shapes = [[leaf.shape for leaf in jax.tree.leaves(of)] for of in (params, jax.eval_shape(model.init_whole, rng.root(0)))]
 
-    def evaluation(state: State) -> Evaluation:
+    def evaluation(state: State, sampler: Sampler | None = sampler) -> Evaluation:
         # A server with only a part of the model, or with several models, has no model of its own to evaluate.
         whole = evaluate_model(model, state.params, data, execution=execution) if shapes[0] == shapes[1] else Evaluation({}, {})
         if not is_personal(algorithm):
             return whole
-        own = evaluate_personalized(algorithm, state, train, data, execution=execution)
+        own = evaluate_personalized(algorithm, state, train, data, execution=execution, rows=_rows(sampler, state))
         overall = whole.overall | {f"personal_{name}": value for name, value in own.overall.items()}
         return Evaluation(overall, whole.clients | {f"personal_{name}": mean for name, mean in own.clients.items()})
 
@@ -86,3 +96,18 @@ def default_evaluation(
             f"evaluated on {name}. Define a method evaluate(state, data), or pass evaluate=, a function of the state, to run."
         )
     return evaluation
+
+
+def _rows(sampler: Any, state: State) -> np.ndarray | None:
+    """Returns which examples all clients have had in the last round before a state; None for all of them."""
+    while sampler is not None and not isinstance(sampler, Arriving):
+        sampler = getattr(sampler, "sampler", None)
+    if sampler is None:
+        return None
+    finished = getattr(server_state(state), "round", None)
+    if finished is None:
+        raise ValueError(
+            "Expected a state with its number of rounds, round, for personal models with Arriving, got one without: pass "
+            "evaluate=, a function of the state, to run."
+        )
+    return sampler.rows(np.arange(sampler.data.num_clients), max(0, int(finished) - 1))

@@ -10,11 +10,12 @@ Libraries differ in what they do with clients that are already large. With ``cap
 NIID-Bench (Q. Li, Y. Diao, Q. Chen, B. He, "Federated learning on non-IID data silos: an experimental study", ICDE 2022,
 https://arxiv.org/abs/2102.02079), in FedLab (``hetero_dir_partition``), and in much code derived from these; Flower's
 ``DirichletPartitioner`` calls it ``self_balancing``. Deviation: when a client has too few examples, these libraries draw the
-whole partition again; here the largest clients give it some of theirs.
+whole partition again; here the largest clients give it some of theirs, drawn uniformly.
 """
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def dirichlet(
 ) -> list[np.ndarray]:
     """Divides each class over the clients by shares drawn from Dirichlet(alpha), which skews both labels and sizes.
 
-    A client that has fewer than ``min_size`` examples is then given some by the largest clients.
+    A client that has fewer than ``min_size`` examples is then given some by the largest clients, which draw them uniformly.
 
     Args:
       labels: ``[n]``, whole numbers or names.
@@ -75,9 +76,21 @@ def dirichlet(
             parts[client].append(chunk)
             sizes[client] += len(chunk)
     merged = [np.concatenate([np.zeros(0, np.int64), *part]) for part in parts]
-    for client, rows in enumerate(merged):
-        while len(rows) < min_size:
-            donor = max(range(clients), key=lambda c: len(merged[c]))
-            merged[donor], given = merged[donor][:-1], merged[donor][-1:]
-            rows = merged[client] = np.concatenate([rows, given])
+    _top_up(merged, min_size, generator(seed, "min_size"))
     return [np.sort(rows) for rows in merged]
+
+
+def _top_up(parts: list[np.ndarray], min_size: int, draw: np.random.Generator) -> None:
+    """Moves random examples of the clients that are the largest at that moment to those with fewer than ``min_size``."""
+    donors = [(-len(rows), client) for client, rows in enumerate(parts) if len(rows) > min_size]
+    heapq.heapify(donors)
+    shuffled = set()
+    for client, rows in enumerate(parts):
+        while len(rows) < min_size:
+            size, donor = donors[0]
+            if donor not in shuffled:
+                parts[donor] = draw.permutation(parts[donor])  # They are in the order of their classes.
+                shuffled.add(donor)
+            parts[donor], given = parts[donor][:-1], parts[donor][-1:]
+            rows = parts[client] = np.concatenate([rows, given])
+            heapq.heapreplace(donors, (size + 1, donor))

@@ -77,10 +77,22 @@ class Arriving(WrappedSampler):
                 f"Expected a sampler that neither scales updates nor starts clients from earlier models, got "
                 f"{type(self.sampler).__name__}: use fedsim.UniformSampler, for example."
             )
-        rows = np.zeros((len(cohort), 2), np.int64)
-        for at, client in enumerate(cohort.clients):
+        return dataclasses.replace(cohort, rows=self.rows(cohort.clients, cohort.round))
+
+    def rows(self, clients: np.ndarray, round: int) -> np.ndarray:
+        """Returns the first of its own examples that each of these clients has in a round, and the one after the last.
+
+        Args:
+          clients: ``int [n]``, positions in ``data``.
+          round: from 0.
+
+        Returns:
+          ``int64 [n, 2]``, as in `Cohort.rows`.
+        """
+        rows = np.zeros((len(clients), 2), np.int64)
+        for at, client in enumerate(clients):
             own = self.arrival[self.data.offsets[client] : self.data.offsets[client + 1]]
-            rows[at, 1] = np.searchsorted(own, cohort.round, side="right")
+            rows[at, 1] = np.searchsorted(own, round, side="right")
             if self.last is not None:
-                rows[at, 0] = np.searchsorted(own, cohort.round - self.last, side="right")
-        return dataclasses.replace(cohort, rows=rows)
+                rows[at, 0] = np.searchsorted(own, round - self.last, side="right")
+        return rows

@@ -74,10 +74,10 @@ class Intervals:
         rest = seconds
         if interval >= first:
             rest += float(self._before[interval] + min(local, self.stops[interval]) - self.starts[interval])
-        more = math.ceil(rest / total) - 1 if total else 1
+        more = max(0, math.ceil(rest / total) - 1) if total else 1  # 0 if the last interval never ends.
         if more and (not total or math.isinf(self.period)):
             return math.inf
-        rest -= more * total
+        rest -= more * total if more else 0.0
         index = max(first, bisect.bisect_left(self._before, rest, first, last) - 1)
         whole_periods = (periods + more) * self.period if periods + more else 0.0
         return max(start, float(self.shift[client] + whole_periods + self.starts[index] + rest - self._before[index]))

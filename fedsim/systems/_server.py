@@ -125,6 +125,11 @@ class Server:
         return len(self.in_flight) + len(self.waiting)
 
     @property
+    def late(self) -> list[Dispatch]:
+        """The late updates in the buffer, except for those that took the place of a client, see `Policy`."""
+        return [update for update in self.buffer if update.number in self._late]
+
+    @property
     def next_time(self) -> float:
         """The time of the next event; minus infinity if there is none, which `next_event` reports."""
         return self._events[0][0] if self._events else -math.inf

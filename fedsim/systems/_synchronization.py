@@ -34,7 +34,7 @@ class Synchronous(Synchronization):
       over_selection: the number of clients in a cohort for each update that the server needs, at least 1.
       deadline: the seconds after which a round ends with the updates that are there; None: there is no deadline.
       minimum: with fewer updates at its deadline, a round does not count: its updates are dropped, and another round begins
-        from the same version.
+        from the same version. Late updates of earlier rounds that are used (`Policy`) wait for the next server step.
 
     Raises:
       ValueError: ``over_selection`` is below 1, ``deadline`` is not positive, or ``minimum`` is below 1; in a run, ``minimum``
@@ -89,7 +89,8 @@ class Synchronous(Synchronization):
             return  # This is the deadline of a round that has ended earlier.
         if server.memory["received"] >= self.minimum:
             server.aggregate()
-        for update in list(server.buffer):
+        late = server.late
+        for update in [update for update in server.buffer if update not in late]:
             server.drop(update)
         server.next_round(self)
 

@@ -49,7 +49,7 @@ class VerticalModel:
     """A bottom model for each party with features, and a top model at the party with the labels.
 
     A bottom model maps a party's features ``float32 [n, width]`` to an embedding ``float32 [n, ...]``. The top model maps the
-    embeddings, a dict by party, to outputs. Both are Haiku transforms without random draws.
+    embeddings, a dict by party in the order of the names, to outputs. Both are Haiku transforms without random draws.
 
     Parameters are a dict by party: ``params[party]["bottom"]``, and ``params[labels_at]["top"]``. Each party has only its own.
 
@@ -81,6 +81,10 @@ class VerticalModel:
     loss: Callable[[Examples, Any], jax.Array] = metrics_lib.cross_entropy
     metrics: Mapping[str, metrics_lib.Metric] | None = None
     columns: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # The top model gets the embeddings in this order, so its parameters mean the same for all data of these parties.
+        object.__setattr__(self, "bottoms", {party: self.bottoms[party] for party in sorted(self.bottoms)})
 
     @classmethod
     def of(

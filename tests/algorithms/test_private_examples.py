@@ -17,6 +17,7 @@ from fedsim.data import Batch, Batches
 CLIP, ROWS = 0.7, 5
 DRAW = np.random.default_rng(0)
 X, Y = DRAW.normal(size=(ROWS, 3)).astype(np.float32), DRAW.normal(size=ROWS).astype(np.float32) * 3
+AUGMENTED = {"weak": fedsim.augmentations.noise, "strong": fedsim.augmentations.noise}
 PARAMS = {"w": jnp.array([0.5, -1.0, 2.0]), "b": jnp.float32(0.3)}
 
 
@@ -164,6 +165,8 @@ def after_a_round(cls, **options):
         (algorithms.HypCluster, {}, "PrivateHypCluster"),
         (algorithms.IFCA, {}, "PrivateIFCA"),
         (algorithms.FedEM, {}, "PrivateFedEM"),
+        (algorithms.FixMatch, AUGMENTED, "PrivateFixMatch"),
+        (algorithms.FedMatch, AUGMENTED, "PrivateFedMatch"),
     ],
 )
 def test_algorithms_that_use_examples_in_other_ways_are_refused(cls, options, what):

@@ -57,6 +57,19 @@ def test_label_flip(dtype):
     np.testing.assert_array_equal(flipped["x"], examples["x"])
 
 
+def test_label_flip_leaves_hidden_labels_hidden():
+    data = fedsim.FederatedData.from_arrays({"y": np.array([-1, 0, 9, -1], np.int32)}, sizes=[4])
+    for flip, expected in (
+        (attacks.LabelFlip(10), [-1, 9, 0, -1]),
+        (attacks.LabelFlip(10, source=9, target=1), [-1, 0, 1, -1]),
+    ):
+        flip.check(data)
+        assert flip.poison(batch(data.columns))["y"].tolist() == expected
+    lower = fedsim.FederatedData.from_arrays({"y": np.array([-2, 0], np.int32)}, sizes=[2])
+    with pytest.raises(ValueError, match="Expected labels 'y' from 0 to 9, got -2 to 0"):
+        attacks.LabelFlip(10).check(lower)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_the_trigger_is_a_checkerboard(dtype):
     examples = images(dtype=dtype)

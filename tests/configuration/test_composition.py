@@ -122,6 +122,11 @@ def test_cohorts_have_attackers_and_stragglers():
             dict(aggregator="krum(attackers=1, inner='secure_mean(max_weight=1)')"),
             "krum needs every single update, and of secure_mean, for example, the server sees the sum alone",
         ),
+        (
+            dict(labels=0.1, model="digits_autoencoder"),
+            "labels, the feature 'y', with labels=0.1, got a model that reads x",
+        ),
+        (dict(labels=0.1, algorithm="kmeans"), "labels, the feature 'y', with labels=0.1, got KMeans without a model"),
         (dict(attack="model_replacement"), "The attack 'model_replacement' needs the option inner"),
         (
             dict(attack="model_replacement(inner='label_flip(num_classes=10)')", synchronization=BUFFERED),
@@ -131,6 +136,10 @@ def test_cohorts_have_attackers_and_stragglers():
         (dict(attack="min_max", synchronization="asynchronous(concurrency=3)"), "MinMax needs honest .* those of Asynchronous"),
         (dict(attack="sing_flip"), "There is no attack 'sing_flip'. Did you mean 'sign_flip'"),
         (dict(attack="sign_flip", attackers=1.5), "attackers=1.5"),
+        (
+            dict(sampler="poisson", clients=101),
+            "A cohort of clients=101 on average is larger than the population of 100. Give at most clients=100",
+        ),
         (dict(stragglers=0.5, epochs=1), "epochs"),
         (dict(stragglers=0.5, epochs=2, algorithm="adpsgd"), "without a clock in Stragglers, got FinishingNodes"),
         (

@@ -12,6 +12,7 @@ import pytest
 
 import fedsim
 from fedsim import algorithms
+from fedsim.partitioners import hide_labels
 
 EXECUTIONS = {
     "jit": fedsim.Jit(),
@@ -384,6 +385,17 @@ def test_errors_for_what_cannot_be_evaluated():
         fedsim.evaluate_personalized(make(), state, data, other)
 
 
+def test_hidden_labels_are_read_only_where_all_algorithms_learn_without_them():
+    data = federation.data()
+    few = hide_labels(data, fraction=0.5, seed=0)
+    fixmatch = make(algorithms.FixMatch, weak=fedsim.augmentations.noise, strong=fedsim.augmentations.noise)
+    state = fixmatch.init(jax.random.key(0))
+    fedsim.evaluate_personalized(fixmatch, state, few, data, fine_tune=fixmatch)
+    for test, tuned in ((few, fixmatch), (data, make(algorithms.FedAvg))):
+        with pytest.raises(ValueError, match="has label y=-1, and the model has classes 0 to"):
+            fedsim.evaluate_personalized(fixmatch, state, few, test, fine_tune=tuned)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -396,6 +408,7 @@ def test_errors_for_what_cannot_be_evaluated():
         ),
         ({"train": {}}, "Expected train to be an instance of .*, such as data.train, got train={}"),
         ({"test": None}, "Expected test to be an instance of .* got test=None"),
+        ({"rows": np.zeros((2, 2), int)}, r"Expected rows \[8, 2\], two positions for each client of train, got 2 rows"),
         ({"seed": "a"}, "Expected seed to be a whole number or a key of jax.random, got seed='a'"),
         ({"state": None}, "The state is not one of this Ditto, but of another algorithm or model: it has nothing for .params"),
     ],

@@ -122,6 +122,24 @@ def test_an_interrupted_run_ends_with_the_same_bits_and_other_arrivals_are_anoth
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [None, 1])
+def test_personal_models_are_those_by_the_examples_of_the_last_round(last, data, arrival, make):
+    exists = (arrival <= 1) & (last is None or arrival > 1 - last)
+    cut = fedsim.FederatedData.from_arrays(
+        {name: column[exists] for name, column in data.columns.items()},
+        sizes=[int(own.sum()) for own in np.split(exists, np.cumsum(SIZES)[:-1])],
+    )
+    sampler = Stragglers(Arriving(UniformSampler(data, clients=4, seed=0), arrival, last=last), fraction=0.5, epochs=2)
+    algorithm = make(cls=fedsim.algorithms.PerFedAvg)
+    found = run(algorithm, sampler, rounds=2, test_data=data, progress=False)
+    expected, of_all = (fedsim.evaluate_personalized(algorithm, found.state, train, data) for train in (cut, data))
+    loss = found.evaluation.overall["personal_loss"]
+    assert loss == pytest.approx(expected.overall["loss"], rel=1e-5) and abs(loss - of_all.overall["loss"]) > 1e-3
+    of_members = fedsim.population(lambda: algorithm, {}, seeds=1, sampler=lambda seed: sampler, rounds=2, test_data=data)
+    assert of_members.evaluation["test_personal_loss"].item() == pytest.approx(loss, rel=1e-5)
+
+
 def test_stragglers_that_are_dropped_leave_the_others_their_examples(data, arrival):
     arriving = Arriving(UniformSampler(data, clients=4, seed=3), arrival)
     kept, whole = Stragglers(arriving, fraction=0.5, epochs=2, drop=True).cohort(2), arriving.cohort(2)

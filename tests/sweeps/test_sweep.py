@@ -24,6 +24,8 @@ from fedsim import datasets, experiment, sweeps
 from fedsim.commands import main
 from fedsim.comparison import read_runs
 from fedsim.configuration import build_members
+from fedsim.configuration._build import _sampler, _with_few_labels
+from fedsim.configuration._config import options_of_samplers
 from fedsim.data import population_identity
 from fedsim.execution import _members, _memory
 from fedsim.experiment import Checkpoints, RunConfig, Settings, build, read_config, read_metrics, restore, run_experiment
@@ -221,6 +223,34 @@ def test_members_share_a_sampler_only_if_it_is_that_of_separate_runs():
     found = [ids(member.sampler) for member in build_members(configs, Settings(execution="jit"))]
     assert found == [ids(build(config, Settings(execution="jit")).sampler) for config in configs]
     assert found[0] != found[1] != found[2]
+
+
+def test_members_share_an_attack_only_if_it_is_that_of_separate_runs():
+    common = {"model": "digits_logistic", "attack": "model_replacement(inner='label_flip(num_classes=10)')", "rounds": 2}
+    configs = [RunConfig(**common, synchronization=f"synchronous(over_selection={number})") for number in (1, 2)]
+    members = build_members(configs, Settings(execution="jit"))
+    assert [member.sampler.cohort(0).attack.clients for member in members] == [10, 5]
+
+
+def test_samplers_depend_on_no_other_options_than_those_that_runs_with_one_sampler_share():
+    read = set()
+
+    class Recording(RunConfig):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    for options in (
+        {"attack": "model_replacement(inner='label_flip(num_classes=10)')", "stragglers": 0.5, "epochs": 2},
+        {"algorithm": "adpsgd", "step_seconds": "1"},
+        {"labels": 0.5, "sampler": "poisson"},
+    ):
+        made = build(RunConfig(**options), Settings(execution="jit"))
+        config = Recording(**options)
+        read.clear()
+        _sampler(_with_few_labels(made.test_data, type(made.algorithm), config), config, made.algorithm)
+        assert {"clients", "seed"} <= read
+        assert read & {field.name for field in dataclasses.fields(RunConfig)} <= set(options_of_samplers())
 
 
 @pytest.mark.slow

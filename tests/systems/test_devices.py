@@ -69,12 +69,12 @@ def online_seconds(intervals, shift, period, start, stop, tick=0.125):
 @pytest.mark.parametrize("shift", [0.0, -5.5])
 def test_pauses_against_counting(period, shift):
     draw = np.random.default_rng(1)
-    clients = [[], [(0.0, 32.0)], [(2.0, 9.0), (12.5, 13.0), (20.0, 31.25)]]
+    clients = [[], [(0.0, 32.0)], [(2.0, 9.0), (12.5, 13.0), (20.0, 31.25)], [(0.0, 4.0), (10.0, period)]]
     counts = np.array([len(client) for client in clients])
     starts, stops = np.array([pair for client in clients for pair in client]).T
-    intervals = Intervals(counts, starts, stops, np.full(3, shift), period)
-    for _ in range(60):
-        client, start, seconds = draw.integers(3), draw.integers(0, 400) / 8, draw.integers(1, 400) / 8
+    intervals = Intervals(counts, starts, stops, np.full(4, shift), period)
+    for _ in range(80):
+        client, start, seconds = draw.integers(4), draw.integers(0, 400) / 8, draw.integers(1, 400) / 8
         stop = intervals.advance(client, start, seconds)
         whole = online_seconds(clients[client], shift, period, start, 1000.0)
         if whole < seconds:
@@ -84,9 +84,9 @@ def test_pauses_against_counting(period, shift):
             assert online_seconds(clients[client], shift, period, start, stop) == seconds
             assert online_seconds(clients[client], shift, period, start, stop - 0.125) < seconds
         online = [online_seconds(each, shift, period, start, start + 0.125) > 0 for each in clients]
-        assert [intervals.online(each, start) for each in range(3)] == online == intervals.online_clients(start).tolist()
+        assert [intervals.online(each, start) for each in range(4)] == online == intervals.online_clients(start).tolist()
         # The next client that becomes available, from counting on.
-        ready = np.array([start, draw.integers(0, 100) / 8, math.inf])
+        ready = np.array([start, draw.integers(0, 100) / 8, math.inf, math.inf])
         free = start + np.arange(1, 600) / 8
         changes = []
         for client in range(2):

@@ -165,6 +165,15 @@ def test_deadline_ends_a_round_and_a_round_below_the_minimum_does_not_count():
     assert found.totals.dropped == 1
 
 
+def test_a_late_update_outlasts_a_round_that_does_not_count():
+    sampler = ScheduleSampler(singletons(6), [["0", "1"], ["2", "3"], ["4", "5"]], seed=0, repeat=True)
+    model, policy = systems.Synchronous(deadline=10.0, minimum=2), systems.Policy(late="use")
+    found = systems.schedule(sampler, 1, steps=np.array([1, 15, 1, 50, 1, 2]), synchronization=model, policy=policy)
+    # Each of the first two rounds has one update in time. Client 1 answers in the second one.
+    assert found.updates.client.tolist() == [1, 4, 5] and found.steps.time.tolist() == [22.0]
+    assert (found.totals.dropped, found.totals.late) == (2, 0)
+
+
 def test_update_that_arrives_at_the_deadline_is_in_time():
     found = systems.schedule(SAMPLER, 3, steps=np.full(40, 2), synchronization=systems.Synchronous(deadline=2.0))
     assert found.steps.time.tolist() == [2.0, 4.0, 6.0] and found.totals.late == 0

@@ -252,7 +252,7 @@ def test_bottom_and_top_models_may_be_any_transform_and_the_labels_any_numbers()
     ("options", "message"),
     [
         ({"optimizer": optax.sgd}, "Expected optimizer to be an optax transformation"),
-        ({"optimizer": {"bank": optax.sgd(0.1)}}, r"optimizer\['shop'\]"),
+        ({"optimizer": {"bank": optax.sgd(0.1)}}, r"optimizer\['clinic'\]"),
         ({"optimizer": dict.fromkeys([*BLOCKS, "Bank"], optax.sgd(0.1))}, "got those of Bank, too: leave them out"),
         ({"local_steps": 0}, "Expected local_steps >= 1, got local_steps=0"),
         ({"missing": 1.0}, "Expected 0 <= missing < 1, got missing=1.0"),
@@ -270,7 +270,7 @@ def test_a_batch_of_other_parties_is_refused():
     data = people()
     algorithm = vertical.SplitLearning(model=linear(data), optimizer=optax.sgd(0.1))
     batch = batch_of(data.only("shop", "bank"))
-    with pytest.raises(ValueError, match="Expected a batch with the features of bank, shop, clinic, got those of bank, shop"):
+    with pytest.raises(ValueError, match="Expected a batch with the features of bank, clinic, shop, got those of bank, shop"):
         algorithm.apply(algorithm.init(jax.random.key(0)), batch)
 
 

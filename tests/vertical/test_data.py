@@ -230,6 +230,19 @@ def test_the_pooled_data_are_those_of_one_client():
         data.take(2)
 
 
+def test_parties_are_matched_by_name():
+    parties, key = {"bank": bank(), "shop": shop()}, jax.random.key(0)
+    tables = [
+        vertical.align({name: parties[name] for name in names}, secret="s") for names in (("bank", "shop"), ("shop", "bank"))
+    ]
+    models = [vertical.VerticalModel.of(data, bottoms=vertical.dense(2), top=vertical.concatenate(2)) for data in tables]
+    params = models[0].init(key)
+    expected = models[0].outputs(params, tables[0].features)
+    for data in tables:
+        np.testing.assert_array_equal(models[1].outputs(params, data.features), expected)
+        np.testing.assert_array_equal(models[1].outputs(models[1].init(key), data.features), expected)
+
+
 def test_columns_are_matched_by_name():
     """A linear model of the columns c2, c10 and pair, in another order at test time, predicts what NumPy computes by name."""
     draw = np.random.default_rng(0)
