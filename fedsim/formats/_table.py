@@ -104,7 +104,7 @@ def _batches(path: Path, client: str, features: Features = None, only: bool = Fa
         return
     compression = "gzip" if head[:2] == b"\x1f\x8b" else None
     reading = csv.ReadOptions(block_size=1 << 23)
-    parsing = csv.ParseOptions(delimiter=delimiter_of(path))
+    parsing = csv.ParseOptions(delimiter=delimiter_of(path), newlines_in_values=True)
     check_separator(path, parsing.delimiter)
     types = {client: pa.string()}
     if isinstance(features, Mapping):
