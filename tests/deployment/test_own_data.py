@@ -183,3 +183,14 @@ def test_a_node_needs_no_file_of_first_parameters(tmp_path):
     given = for_nodes(config, Settings(), 2, None)
     file.unlink()
     assert _built(given, 1, tmp_path).number == 1
+
+
+@pytest.mark.parametrize("sampler", ["power_of_choice(candidates=8)", "cyclic_poisson(cycle=2)", "importance_by_norm"])
+def test_a_sampler_need_not_fit_the_clients_of_a_node(sampler, tmp_path):
+    """It is one of all clients. A node with less than 8 of them, or than 6 in each group, sends what it observes."""
+    for number, own in enumerate(halves()):
+        own.save(tmp_path / f"{number}.h5")
+    config = RunConfig(dataset="digits(clients=12)", model="digits_logistic", clients=6, sampler=sampler, weighting="uniform")
+    given = for_nodes(config, Settings(), 2, f"{tmp_path}/{{node}}.h5")
+    node = _built(given, 0, tmp_path)
+    assert node.data.num_clients == 5 and node._algorithm.update_norms == (sampler == "importance_by_norm")
