@@ -69,8 +69,8 @@ _README = """\
    flwr run . NAME --stream -c 'folder="/srv/fedsim/run"'
    ```
 
-{files}The run folder, with metrics and checkpoints, is on the SuperLink's machine. `fedsim export FOLDER FILE.safetensors` takes
-the model out, also while the run goes on.
+{files}The run folder, with metrics and checkpoints, is on the SuperLink's machine. `fedsim export FOLDER FILE.safetensors`
+takes the model out, also while the run goes on.
 
 `flwr stop RUN NAME` ends the run early. The same `flwr run` goes on after the last checkpoint, and trains nothing if all
 rounds are done; with another folder it begins another run. A folder that a run is using is refused. The worker of a run at a
