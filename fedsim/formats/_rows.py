@@ -19,7 +19,7 @@ from fedsim.data import FederatedData, FormatError
 from fedsim.formats._convert import read, recognize
 from fedsim.formats._image_folder import image_files, read_images
 from fedsim.formats._leaf import leaf_files, read_leaf
-from fedsim.formats._source import DAMAGE_ERRORS, StrPath, check_exists, locating_errors, open_decompressed
+from fedsim.formats._source import DAMAGE_ERRORS, StrPath, check_exists, locating_errors, open_decompressed, suffix_of
 from fedsim.formats._table import (
     arrow_column,
     arrow_errors,
@@ -137,9 +137,8 @@ def is_data_file(text: str) -> bool:
     (True, True, False)
     """
     path = Path(text).expanduser()
-    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     try:
-        return suffix in _SUFFIXES or (bool(text) and path.exists())
+        return suffix_of(path) in _SUFFIXES or (bool(text) and path.exists())
     except OSError:  # The text is too long for a path.
         return False
 
