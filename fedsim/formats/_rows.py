@@ -349,13 +349,20 @@ def _wrong_line(content: bytes) -> str | None:
 
 
 def _has_client_per_line(source: Path) -> bool:
-    """Whether the first line has lists of examples, as `read_json_lines` expects, and is not one example."""
+    """Whether lines have lists of examples, as `read_json_lines` expects, and are not one example each.
+
+    The first line says it whose lists are not all empty, as those of a client without examples are.
+    """
     with open_decompressed(source) as file:
-        try:
-            entry = json.loads(next((line for line in file if line.strip()), b"{}"))
-        except ValueError:
-            return False
-    return any(isinstance(value, list) and value and isinstance(value[0], dict) for value in entry.values())
+        for line in filter(bytes.strip, file):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                return False
+            lists = [value for value in entry.values() if isinstance(value, list)] if isinstance(entry, dict) else []
+            if any(lists) or not lists:
+                return any(value and isinstance(value[0], dict) for value in lists)
+    return False
 
 
 def _read_arrow(folder: Path, text_columns: Sequence[str]) -> Rows:
