@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import types
 
 import numpy as np
 import pytest
 from deployment.test_deployment import NearNodes, deployed, federation, largest_difference
 
 import fedsim
+from fedsim.commands import _deploy as command
 from fedsim.deployment import Node, NodeError
 from fedsim.deployment import _deploy as deploying
 from fedsim.deployment._deploy import for_nodes, run_on
@@ -88,6 +90,23 @@ def test_a_packed_file_of_a_node_is_read_and_a_missing_one_is_named(tmp_path):
     assert load_own_data(RunConfig(), place, 1).client_ids == halves()[1].client_ids
     with pytest.raises(FileNotFoundError, match=r"Node 0 has no data, because there is no .*of-0\.h5: put a packed file there"):
         load_own_data(RunConfig(), place, 0)
+
+
+def test_the_place_of_the_nodes_data_is_absolute_and_may_be_in_the_home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    places = []
+
+    def deploy(*_, node_data, **__):
+        places.append(node_data)
+        return types.SimpleNamespace(interrupted=0)
+
+    monkeypatch.setattr(command, "deploy", deploy)
+    for place in ("of-{node}.h5", "~/of-{node}.h5"):
+        assert command.main(["--model", "digits_logistic", "--folder", "run", "--node-data", place]) == 0
+    assert places == [f"{tmp_path}/of-{{node}}.h5"] * 2
+    halves()[1].save(tmp_path / "of-1.h5")
+    assert load_own_data(RunConfig(), "~/of-{node}.h5", 1).num_clients == 7
 
 
 class Network(OwnNodes):
