@@ -360,9 +360,9 @@ def _built(given: Mapping[str, Any], number: int, folder: Path) -> Node:
         # The sampler is one of all clients, and need not fit these: a node needs to know only what it observes of them.
         observes = getattr(look_up("sampler", parse_call(config.sampler or "uniform")[0], SAMPLERS), "observes", ())
         norms = {"update_norms": True} if "update_norm" in observes else {}
-        config = dataclasses.replace(
-            config, sampler=None, clients=min(config.clients, own.num_clients), hyperparameters=config.hyperparameters | norms
-        )
+        hyperparameters = {**config.hyperparameters, **norms}
+        clients = min(config.clients, own.num_clients)
+        config = dataclasses.replace(config, sampler=None, clients=clients, hyperparameters=hyperparameters)
         splits = FederatedSplits(own, own, describe(config.drawn_dataset))
     built = build_deployed(config, settings, splits=splits)
     return Node(built.algorithm, built.sampler, number, given["nodes"], folder, own=splits is not None)
