@@ -25,6 +25,8 @@ def test_every_registered_class_is_measured_and_needs_gradients(catalogue):
     with jax.numpy_dtype_promotion("standard"):  # required by optax.adam; conftest.py sets strict promotion
         for entry in entries.values():
             entry.algorithm.check(data)
+            if catalogue == "aggregators":  # whose updates are parameters
+                entry.algorithm.aggregator.check(jax.eval_shape(entry.algorithm.model.init, jax.random.key(0)), task.clients)
 
 
 def test_the_error_for_a_registered_class_without_a_row_names_it():

@@ -75,6 +75,11 @@ class Aggregator:
         return type(self).send is Aggregator.send
 
     @property
+    def may_send_more(self) -> bool:
+        """Whether a message may be larger than the update, as a compressed one that also has the places of all values."""
+        return False
+
+    @property
     def not_differentiable(self) -> str:
         """What makes its derivatives zero or wrong, such as "rounds", for `fedsim.differentiable`; "" if they are right."""
         return ""
@@ -292,6 +297,10 @@ class Wrapper(Aggregator):
     @property
     def sends_unchanged(self) -> bool:
         return type(self).send is Wrapper.send and self.inner.sends_unchanged
+
+    @property
+    def may_send_more(self) -> bool:
+        return self.inner.may_send_more
 
     @property
     def counts_nonfinite(self) -> bool:

@@ -84,7 +84,7 @@ class AuxMean(Wrapper):
 
     def send(self, update: WithAux, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
         sent, bits = self.inner.send(update.update, server_memory, memory, key), tree.num_bits(update.aux)
-        most = tree.most_bits(tree.num_bits(update), compressed=not self.inner.sends_unchanged)
+        most = tree.most_bits(tree.num_bits(update), compressed=self.may_send_more)
         return sent._replace(
             update=WithAux(sent.update, update.aux),
             bits=tree.add_bits(sent.bits, bits, most=most),

@@ -51,6 +51,10 @@ class Compressed(Wrapper):
         )
         check_not_secure(self, "masked vectors are random numbers, which cannot be compressed. Give fewer bits of SecureMean.")
 
+    @property
+    def may_send_more(self) -> bool:
+        return True
+
     def client_memory(self, update: Update) -> Memory:
         memory = self.compressor.init(update), super().client_memory(update)
         return memory if jax.tree.leaves(memory) else ()

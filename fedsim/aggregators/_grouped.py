@@ -72,7 +72,7 @@ class Grouped(Wrapper):
     def send(self, update: Member, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
         sent = self.inner.send(update.update, _select_group(server_memory, update.group), memory, key)
         entropy_bits = sent.entropy_bits + jnp.float32(math.log2(self.groups))
-        most = tree.most_bits(tree.num_bits(update), compressed=not self.inner.sends_unchanged)
+        most = tree.most_bits(tree.num_bits(update), compressed=self.may_send_more)
         bits = tree.add_bits(sent.bits, 32, most=most)
         return sent._replace(update=Member(update.group, sent.update), bits=bits, entropy_bits=entropy_bits)
 

@@ -84,6 +84,14 @@ class FedAvg(Algorithm):
         """Returns the loss that clients minimize and report. Override this method to use another loss."""
         return self.model.train_loss(params, batch)
 
+    def _check_client_loss(self, where: str = "") -> None:
+        """Raises ``ValueError`` if a class overrides `client_loss` of an algorithm that computes the loss in its own way."""
+        if type(self).client_loss is not FedAvg.client_loss:
+            raise ValueError(
+                f"Expected {type(self).__name__} to leave client_loss as it is{where}, got a class that overrides it: the loss "
+                "is that of the model. Change the model's loss."
+            )
+
     def local_training(self, shared: Any, client: Client) -> LocalTraining:
         """Returns how a client trains. Override this method to add a term, or to change another part.
 

@@ -48,8 +48,8 @@ class FedEM(FedAvg):
       client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: the model has no ``num_classes``, or its loss is no function of ``softmax(outputs)``. Before the first round:
-        all components start from the same parameters.
+      ValueError: the model has no ``num_classes``, or its loss is no function of ``softmax(outputs)``; or a class overrides
+        ``client_loss``. Before the first round: all components start from the same parameters.
 
     >>> import optax, fedsim
     >>> data = fedsim.datasets.load("digits", clients=2).train
@@ -76,6 +76,7 @@ class FedEM(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_client_loss()
         one = self.component
         self._check_parts(one)  # before a mixture of it is made, which has other remedies
         if one is self.model or self.mixture_model.num_components != self.num_components:

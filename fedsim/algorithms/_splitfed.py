@@ -74,11 +74,8 @@ class SplitFed(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.model, SplitModel) and type(self).client_loss is not FedAvg.client_loss:
-            raise ValueError(
-                f"Expected {type(self).__name__} to leave client_loss as it is with a fedsim.SplitModel, got a class that "
-                "overrides it: the loss is that of the model. Change the model's loss."
-            )
+        if isinstance(self.model, SplitModel):
+            self._check_client_loss(" with a fedsim.SplitModel")
         checks.instance(Compressor, "UniformQuantizer(levels=16)", cut_compressor=self.cut_compressor)
         if not isinstance(self.model, SplitModel) and type(self.cut_compressor) is not Identity:
             raise ValueError(

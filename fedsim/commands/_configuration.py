@@ -18,7 +18,7 @@ from fedsim.commands._training import SWEEP_MODE
 from fedsim.configuration import algorithm_hyperparameters, fields_that_name, options_that_build
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment.driving import check_trusted, stored_run, warn_of_changed_code
-from fedsim.names import absolute
+from fedsim.names import absolute, parse_call
 from fedsim.sweeps import Range, drawn_settings
 
 _FROM = Option(
@@ -295,17 +295,16 @@ def _defaults(
     chosen: Choices, base: Mapping[str, Any], dataset: str, algorithm: str, cls: type[fedsim.Algorithm]
 ) -> tuple[dict[str, Any], str]:
     """Returns the defaults of the options, and a sentence that says whence they are."""
-    model = chosen.model or (base.get("model") if dataset == base.get("dataset") else None)
+    is_same_dataset = parse_call(dataset)[0] == parse_call(base.get("dataset", ""))[0]  # perhaps with other options
+    model = chosen.model or (base.get("model") if is_same_dataset else None)
     published = experiment.published(dataset, algorithm, model)
     # A default in the class, for example of client_learning_rate, has priority over those of the dataset.
     general = {field.name for field in dataclasses.fields(RunConfig)} - {"nonfinite", "client_optimizer"}
     own = {field.name: field.default for field in dataclasses.fields(cls) if field.name in general}
     own = {name: default for name, default in own.items() if default is not dataclasses.MISSING}
     values = {**published.values, **own, **base}
-    if dataset == base.get("dataset"):
-        values |= base["hyperparameters"] if algorithm == base["algorithm"] else {}
-    else:
-        values |= {"data": None, "model": None}
+    values |= base["hyperparameters"] if algorithm == base.get("algorithm") else {}
+    values |= {} if is_same_dataset else {"data": None, "model": None}
     if algorithm == "dssgd" and not base and (chosen.clients or "").isdecimal():  # see `experiment.published`
         values["server_learning_rate"] = 1 / max(1, int(chosen.clients or 1))
     # --steps replaces the default of --epochs and the other way round, because `RunConfig` refuses both.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fedsim.commands._configuration import configured
 from fedsim.commands._options import Option
 from fedsim.commands._run import with_folder
@@ -52,5 +54,7 @@ def main(arguments: list[str]) -> int:
         write_app(app, chosen.config, settings, **given)
         print(f"{app}/README.md says how to run the app.")
         return 0
+    if (place := chosen.others["node_data"]) is not None:  # The run may be continued from another folder.
+        chosen.others["node_data"] = str(Path(place).expanduser().resolve())
     result = deploy(chosen.config, settings, **chosen.others)
     return 128 + result.interrupted if result.interrupted else 0

@@ -22,6 +22,7 @@ from fedsim.deployment._deploy import check_deployable, check_options, for_nodes
 from fedsim.deployment._flower import FlowerNodes
 from fedsim.deployment._nodes import NodeError
 from fedsim.deployment._processes import PROJECT
+from fedsim.pinned_files import unpinned
 
 _POLL_SECONDS = 0.1
 _CONFIG = """
@@ -68,8 +69,8 @@ _README = """\
    flwr run . NAME --stream -c 'folder="/srv/fedsim/run"'
    ```
 
-The run folder, with metrics and checkpoints, is on the SuperLink's machine. `fedsim export FOLDER FILE.safetensors` takes the
-model out, also while the run goes on.
+{files}The run folder, with metrics and checkpoints, is on the SuperLink's machine. `fedsim export FOLDER FILE.safetensors`
+takes the model out, also while the run goes on.
 
 `flwr stop RUN NAME` ends the run early. The same `flwr run` goes on after the last checkpoint, and trains nothing if all
 rounds are done; with another folder it begins another run. A folder that a run is using is refused. The worker of a run at a
@@ -79,6 +80,10 @@ With masked sums (`secure_mean`) it stays until the SuperNode ends.
 _SHARES = """\
 Every node loads the dataset, and keeps the clients whose position modulo the number of nodes is its number. `data="DIR"` in
    the node's configuration says where the dataset's files are, if they are not downloaded."""
+_FILES = """\
+The SuperLink's machine needs, at the same places as the machine on which this app was written: {places}.
+
+"""
 _OWN = "`data` is the node's own data: a packed file, or a folder with the dataset's files."
 
 
@@ -92,6 +97,8 @@ def write_app(
     wait: float = 120.0,
 ) -> None:
     """Writes a run as an app for a federation of Flower that exists, with a README.md that says how to start it there.
+
+    The app has no files with data or parameters. README.md names those that the SuperLink's machine needs.
 
     Args:
       folder: of the app, which must be empty or not exist.
@@ -143,6 +150,7 @@ def write_app(
         code = f"from pathlib import Path\n\nfrom {origin} import {side}_app\n\napp = {side}_app({file})\n"
         (package / f"{side}.py").write_text(code, encoding="utf-8")
     number = "partition-id=0"
+    places = [f"`{unpinned(place)}` ({name})" for name in ("data", "init_from") if (place := getattr(config, name))]
     text = _README.format(
         title=f"{config.algorithm} on {config.dataset}",
         nodes=nodes,
@@ -150,6 +158,7 @@ def write_app(
         version=__version__,
         example=number if node_data is None else f'{number} data="{node_data}"',
         data=_SHARES if node_data is None else _OWN,
+        files=_FILES.format(places=", ".join(places)) if places else "",
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
 

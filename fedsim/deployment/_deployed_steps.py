@@ -197,8 +197,6 @@ class _Steps:
     def _send(self, state: State) -> None:
         """Sends the clients that start from this version to their nodes, in one message for each node."""
         chosen = [dispatch for dispatch in self._server.outbox if dispatch.version == self.version]
-        if not chosen or self._server.version != self.version:
-            return
         self._server.outbox = [dispatch for dispatch in self._server.outbox if dispatch.version != self.version]
         while chosen:  # A client occurs once in a cohort.
             first = {dispatch.client: dispatch for dispatch in reversed(chosen)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from fedsim.deployment import _relay
@@ -74,10 +74,8 @@ class FlowerNodes(Nodes):
             if number not in self._ended and (reason := self._why_dead(number)):
                 self._start_again(number, reason)
         self._look_for_nodes()
-        asked = [*self._sent, *self._asked]
-        count = self._of_relay({"do": "pull", "messages": asked})["replies"] if asked else 0
-        for _ in range(count):
-            self._take(*self._frame())
+        for reply in self._replies([*self._sent, *self._asked]):
+            self._take(*reply)
         received, self._refused = self._refused, []
         if not received:
             time.sleep(_POLL_SECONDS)
@@ -125,7 +123,10 @@ class FlowerNodes(Nodes):
         """Asks nodes that have registered since the last call who they are, if some are away."""
         if not any(self._processes.is_ready(number) for number in self._away):
             return
-        there = {self._ids[number] for number in range(self.count) if self.is_there(number)}
+        self._ask_others({self._ids[number] for number in range(self.count) if self.is_there(number)})
+
+    def _ask_others(self, there: Set[str]) -> None:
+        """Asks who they are: the nodes that Flower knows, except those that are there or have been asked."""
         for name in self.registered():
             if name in there or name in self._known:
                 continue
@@ -134,19 +135,46 @@ class FlowerNodes(Nodes):
                 self._asked[message] = name
 
     def _meet(self) -> None:
-        """Waits until all nodes have registered, and asks them for their numbers."""
+        """Waits until all nodes have registered and have said their numbers.
+
+        All that Flower knows are asked. It also knows a node whose process has ended, until its heartbeat is missed; when it is
+        started again, it has another name.
+        """
         few = f"fewer than {self.count} nodes have registered at the SuperLink"
         self._processes.wait_until(lambda: len(self.registered()) >= self.count, few)
-        ids = self._ids = dict(enumerate(self.registered()))
-        met = super().introductions()
-        if (numbers := sorted(facts["node"] for facts in met.values())) != list(range(self.count)):
+        met: dict[str, dict[str, Any]] = {}
+        errors: list[str] = []
+        numbers: list[int] = []
+        while numbers != list(range(self.count)) and len(set(numbers)) == len(numbers):
+            self._ask_others(set())
+            if not self._asked:
+                break
+            replies = self._replies(list(self._asked))
+            for facts, blobs in replies:
+                name = self._asked.pop(facts["message"])
+                if "error" in facts:
+                    errors.append(facts["error"])
+                else:
+                    met[name] = decode(blobs["reply"])[1]
+            numbers = sorted(facts["node"] for facts in met.values())
+            if not replies:
+                time.sleep(_POLL_SECONDS)
+        self._asked = {}
+        if len(set(numbers)) < self.count and errors:
+            raise NodeError(f"A node did not answer: {errors[0]}.")
+        if numbers != list(range(self.count)):
             raise NodeError(
                 f"Expected nodes with the numbers from 0 to {self.count - 1}, each once, got {numbers}: give each SuperNode "
                 "its own partition-id, and end those that do not belong to this federation."
             )
-        self._ids = {facts["node"]: ids[at] for at, facts in met.items()}
+        self._ids = {facts["node"]: name for name, facts in met.items()}
         self._introductions = {facts["node"]: facts for facts in met.values()}
         self._answered, self._known = set(self._introductions), set(self._ids.values())
+
+    def _replies(self, messages: list[str]) -> list[tuple[dict[str, Any], dict[str, bytes]]]:
+        """Returns the replies to these messages that have come."""
+        count = self._of_relay({"do": "pull", "messages": messages})["replies"] if messages else 0
+        return [self._frame() for _ in range(count)]
 
     def registered(self) -> list[str]:
         """Returns Flower's names of the nodes that it knows."""

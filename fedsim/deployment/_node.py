@@ -36,8 +36,9 @@ from fedsim.deployment._own_data import describe_data, load_own_data
 from fedsim.deployment._record import replace_bytes
 from fedsim.execution import DividedRound
 from fedsim.experiment.driving import Checkpoints, rows_identity
+from fedsim.names import look_up, parse_call
 from fedsim.rounds import FederatedState, Operands
-from fedsim.samplers import Sampler, checked_cohort
+from fedsim.samplers import SAMPLERS, Sampler, checked_cohort
 
 # What all clients of a round get, beside what is known of each client.
 _SHARED = ("server_memory", "work", "zero", "accumulate", "merge")
@@ -356,7 +357,12 @@ def _built(given: Mapping[str, Any], number: int, folder: Path) -> Node:
         raise ValueError(f"Expected a number of a node from 0 to {given['nodes'] - 1}, got {number}: give each node its own.")
     if given["node_data"]:
         own = load_own_data(config, given["node_data"], number)
-        config = dataclasses.replace(config, clients=min(config.clients, own.num_clients))
+        # The sampler is one of all clients, and need not fit these: a node needs to know only what it observes of them.
+        observes = getattr(look_up("sampler", parse_call(config.sampler or "uniform")[0], SAMPLERS), "observes", ())
+        norms = {"update_norms": True} if "update_norm" in observes else {}
+        hyperparameters = {**config.hyperparameters, **norms}
+        clients = min(config.clients, own.num_clients)
+        config = dataclasses.replace(config, sampler=None, clients=clients, hyperparameters=hyperparameters)
         splits = FederatedSplits(own, own, describe(config.drawn_dataset))
     built = build_deployed(config, settings, splits=splits)
     return Node(built.algorithm, built.sampler, number, given["nodes"], folder, own=splits is not None)

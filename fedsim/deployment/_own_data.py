@@ -31,7 +31,7 @@ def load_own_data(config: RunConfig, place: str, number: int) -> FederatedData:
     ...
     FileNotFoundError: Node 1 has no data, because there is no data/of-1.h5: put a packed file there, as FederatedData...
     """
-    path = Path(place.replace("{node}", str(number)))
+    path = Path(place.replace("{node}", str(number))).expanduser()
     if not path.exists():
         raise FileNotFoundError(
             f"Node {number} has no data, because there is no {path}: put a packed file there, as FederatedData.save and "

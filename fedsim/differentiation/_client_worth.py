@@ -152,16 +152,19 @@ def client_worth(algorithm: Algorithm, sampler: Sampler, *, rounds: int, objecti
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def loss(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the objective, and how many updates were not finite."""
+        """Returns the objective, and which updates were not finite, ``bool [rounds, slots]``."""
         weighted = differentiable(with_client_weights(algorithm, weights))
         state, info = weighted.apply_rounds(weighted.init(key), cohorts)
-        return objective(state), jnp.sum(info.num_dropped)
+        return objective(state), info.clients["dropped"]
 
     (value, dropped), derivative = loss(jnp.ones(data.num_clients, jnp.float32))
-    if dropped:
+    if np.any(dropped):
+        where = np.argwhere(dropped).tolist()
+        named = [f"{cohorts[round].client_ids[slot]!r} in round {round}" for round, slot in where[:5]]
+        more = [] if len(where) == len(named) else ["..."]
         raise ValueError(
-            f"Expected finite updates, got {dropped} with a NaN or an infinity, whose clients would seem to be worth 0: leave "
-            "these clients out, or use smaller learning rates."
+            f"Expected finite updates, got {len(where)} with a NaN or an infinity, whose clients would seem to be worth 0 "
+            f"(client {', '.join(named + more)}): leave these clients out, or use smaller learning rates."
         )
     if not np.all(np.isfinite(derivative)):
         raise ValueError("The derivative is not finite, so the run diverges: use smaller learning rates or fewer rounds.")

@@ -17,9 +17,9 @@ from fedsim.formats._fedjax_sqlite import read_fedjax_sqlite, write_fedjax_sqlit
 from fedsim.formats._idx import IDX_TYPES
 from fedsim.formats._json_lines import read_json_lines
 from fedsim.formats._leaf import leaf_files, read_leaf, write_leaf
-from fedsim.formats._source import DAMAGE_ERRORS, Clients, StrPath, check_exists, locating_errors, open_decompressed
+from fedsim.formats._source import DAMAGE_ERRORS, Clients, StrPath, check_exists, locating_errors, open_decompressed, suffix_of
 from fedsim.formats._sqlite import HEADER, Database
-from fedsim.formats._table import read_table, write_table
+from fedsim.formats._table import check_not_compressed, read_table, write_table
 from fedsim.formats._tfds import read_tfds
 from fedsim.formats._tff_hdf5 import read_tff_hdf5, write_tff_hdf5
 from fedsim.formats._tff_sqlite import read_tff_sqlite, write_tff_sqlite
@@ -102,7 +102,7 @@ def convert(
     Args:
       source: the file or folder to read; see `read`.
       target: the file to write. Without ``target_format`` its suffix determines the format: ``.h5`` is packed, ``.json`` is
-        LEAF; ``.csv``, ``.tsv`` and ``.parquet`` are tables.
+        LEAF; ``.csv``, ``.tsv`` (also ``.gz``) and ``.parquet`` are tables.
       split: the split to read, for formats that can have several splits in one file.
       client: the column with client ids, for tables.
       source_format: the name of the source's format; None: recognize it.
@@ -113,8 +113,8 @@ def convert(
 
     Raises:
       FileNotFoundError: there is no such file, or no folder to write to.
-      ValueError: the target's format cannot be written, or that of a table is not the one of its suffix; an option does not
-        belong to the source's format.
+      ValueError: the target's format cannot be written, or that of a table is not the one of its suffix; the target ends in
+        ``.gz`` and is no CSV file; an option does not belong to the source's format.
       FormatError: the format of ``source`` is unknown, or the file is damaged.
 
     >>> import tempfile
@@ -127,18 +127,19 @@ def convert(
     [2, 1]
     """
     writable = ["packed", *_WRITERS]
-    suffixes = [suffix for suffix in Path(target).suffixes if suffix != ".gz"]
-    name = target_format or _SUFFIXES.get(suffixes[-1] if suffixes else "")
+    suffix = suffix_of(target)
+    name = target_format or _SUFFIXES.get(suffix)
     if name not in writable:
         given = f"target_format={target_format!r}" if target_format else f"target {os.fspath(target)!r}"
         raise ValueError(
             f"Expected a target that ends in {', '.join(sorted(_SUFFIXES))}, or target_format= (--format), one of "
             f"{', '.join(sorted(writable))}; got {given}."
         )
-    is_comma_separated = bool({".csv", ".tsv"} & set(suffixes))
-    if name in ("csv", "parquet") and is_comma_separated != (name == "csv"):  # Readers go by the suffix, too.
+    if name in ("csv", "parquet") and (suffix in (".csv", ".tsv")) != (name == "csv"):  # Readers go by the suffix, too.
         ending = ".csv or .tsv" if name == "csv" else ".parquet"
         raise ValueError(f"Expected a target that ends in {ending} for {name}, got target {os.fspath(target)!r}: rename it.")
+    if name != "csv":
+        check_not_compressed(target)
     if client is not None:
         options["client"] = client
     clients = read(source, split=split, format=source_format, **options)

@@ -19,7 +19,7 @@ from fedsim.data import FederatedData, FormatError
 from fedsim.formats._convert import read, recognize
 from fedsim.formats._image_folder import image_files, read_images
 from fedsim.formats._leaf import leaf_files, read_leaf
-from fedsim.formats._source import DAMAGE_ERRORS, StrPath, check_exists, locating_errors, open_decompressed
+from fedsim.formats._source import DAMAGE_ERRORS, StrPath, check_exists, locating_errors, open_decompressed, suffix_of
 from fedsim.formats._table import (
     arrow_column,
     arrow_errors,
@@ -137,9 +137,8 @@ def is_data_file(text: str) -> bool:
     (True, True, False)
     """
     path = Path(text).expanduser()
-    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     try:
-        return suffix in _SUFFIXES or (bool(text) and path.exists())
+        return suffix_of(path) in _SUFFIXES or (bool(text) and path.exists())
     except OSError:  # The text is too long for a path.
         return False
 
@@ -350,13 +349,20 @@ def _wrong_line(content: bytes) -> str | None:
 
 
 def _has_client_per_line(source: Path) -> bool:
-    """Whether the first line has lists of examples, as `read_json_lines` expects, and is not one example."""
+    """Whether lines have lists of examples, as `read_json_lines` expects, and are not one example each.
+
+    The first line says it whose lists are not all empty, as those of a client without examples are.
+    """
     with open_decompressed(source) as file:
-        try:
-            entry = json.loads(next((line for line in file if line.strip()), b"{}"))
-        except ValueError:
-            return False
-    return any(isinstance(value, list) and value and isinstance(value[0], dict) for value in entry.values())
+        for line in filter(bytes.strip, file):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                return False
+            lists = [value for value in entry.values() if isinstance(value, list)] if isinstance(entry, dict) else []
+            if any(lists) or not lists:
+                return any(value and isinstance(value[0], dict) for value in lists)
+    return False
 
 
 def _read_arrow(folder: Path, text_columns: Sequence[str]) -> Rows:

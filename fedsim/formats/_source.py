@@ -54,6 +54,12 @@ def check_exists(path: StrPath, *, folder: bool = False) -> Path:
         return source
 
 
+def suffix_of(path: StrPath) -> str:
+    """Returns the suffix that says the format of a file: the last one, or that before ``.gz``."""
+    source = Path(path)
+    return source.with_suffix("").suffix if source.suffix == ".gz" else source.suffix
+
+
 def stream(
     path: StrPath, read: Callable[[], Iterator[tuple[str, Columns | None]]], num_clients: int | None = None
 ) -> ClientStream:

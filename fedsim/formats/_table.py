@@ -31,6 +31,7 @@ from fedsim.formats._source import (
     open_decompressed,
     selected,
     stream,
+    suffix_of,
     texts,
     writable_columns,
 )
@@ -104,7 +105,7 @@ def _batches(path: Path, client: str, features: Features = None, only: bool = Fa
         return
     compression = "gzip" if head[:2] == b"\x1f\x8b" else None
     reading = csv.ReadOptions(block_size=1 << 23)
-    parsing = csv.ParseOptions(delimiter=delimiter_of(path))
+    parsing = csv.ParseOptions(delimiter=delimiter_of(path), newlines_in_values=True)
     check_separator(path, parsing.delimiter)
     types = {client: pa.string()}
     if isinstance(features, Mapping):
@@ -314,7 +315,7 @@ def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> N
       ImportError: pyarrow is not installed.
       FileNotFoundError: the folder does not exist.
       ValueError: text is not UTF-8, or a table does not support a dtype (the message names the client); a feature has the name
-        of the column for client ids.
+        of the column for client ids; the path ends in ``.gz`` and is not that of a CSV file.
 
     >>> import pathlib, tempfile
     >>> from fedsim.data import FederatedData
@@ -332,13 +333,14 @@ def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> N
     import pyarrow.csv as csv
     import pyarrow.parquet as parquet
 
-    suffixes = Path(path).suffixes
-    comma_separated = bool({".csv", ".tsv"} & set(suffixes))
+    comma_separated = suffix_of(path) in (".csv", ".tsv")
+    if not comma_separated:
+        check_not_compressed(path)
     with atomic_write(path) as temporary, contextlib.ExitStack() as files:
         writer: Any = None
         for table in _tables(clients, client, flat=comma_separated):
             if writer is None and comma_separated:
-                sink = files.enter_context(pa.output_stream(str(temporary), "gzip" if ".gz" in suffixes else None))
+                sink = files.enter_context(pa.output_stream(str(temporary), "gzip" if Path(path).suffix == ".gz" else None))
                 options = csv.WriteOptions(delimiter=delimiter_of(Path(path)))
                 writer = files.enter_context(csv.CSVWriter(sink, table.schema, write_options=options))
             elif writer is None:
@@ -346,6 +348,12 @@ def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> N
             writer.write_table(table)
         if writer is None:
             raise ValueError("The population is empty: expected at least one client.")
+
+
+def check_not_compressed(path: StrPath) -> None:
+    """Raises ``ValueError`` if the name of a file in another format than CSV says that it is compressed."""
+    if Path(path).suffix == ".gz":
+        raise ValueError(f"Expected a name without .gz, which only CSV files may have, got {os.fspath(path)!r}: leave .gz out.")
 
 
 def _tables(clients: Clients, client: str, flat: bool) -> Iterator[Any]:

@@ -31,7 +31,7 @@ _INTERVAL = 1e-3
 # Whole orders of Rényi divergences, for which the accountant is fast; for fixed sizes it has no formula for others.
 _WHOLE = [*range(2, 17), 20, 24, 32, 48, 64, 96, 128]
 # Above the most noise, the accountants' own errors are all that remains. Below the least, and above the most ε, there is no
-# privacy left, and distributions of losses take minutes and gigabytes.
+# privacy left, and distributions of losses take minutes and gigabytes: their size grows with ε.
 _MOST_NOISE, _LEAST_NOISE, _MOST_EPSILON = 1e5, 0.1, 1000
 
 
@@ -60,7 +60,7 @@ def epsilon(
         order of the clients.
         Default: the one that is known for this participation.
       method: ``"pld"`` composes privacy loss distributions, ``"rdp"`` Rényi divergences. Default: the better one that is known.
-        For noise below 0.1 by which Rényi divergences bound ε at 1,000 or more, it is this bound, which takes less memory.
+        Where Rényi divergences bound ε at 1,000 or more, it is this bound, which takes less memory.
       interval: for ``"pld"``, losses are rounded up to multiples of it.
       matrix: of a `fedsim.aggregators.MatrixMechanism`, whose rounds together are one Gaussian mechanism with the noise
         multiplier divided by `sensitivity`. With `CyclicPoisson`, each turn of a client's group is one mechanism, with Poisson
@@ -95,7 +95,8 @@ def epsilon(
         return math.inf
     known, scale, count = _composed(known, matrix, rounds)
     noise, others = float(noise_multiplier) / scale, (known, count, float(delta), relation)
-    if not is_given and noise < _LEAST_NOISE and "rdp" in known.methods:
+    # Whole orders take milliseconds, and their bound is never less than that of all orders.
+    if not is_given and "rdp" in known.methods and _epsilon(noise, *others, "coarse", float(interval)) >= _MOST_EPSILON:
         bound = _epsilon(noise, *others, "rdp", float(interval))
         if bound >= _MOST_EPSILON:
             return bound

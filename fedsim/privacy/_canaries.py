@@ -25,7 +25,7 @@ from fedsim.algorithm import Algorithm
 from fedsim.attacks import Attack
 from fedsim.data import FederatedData
 from fedsim.privacy._scores import Scores
-from fedsim.samplers import Attacked, Sampler
+from fedsim.samplers import Attacked, Sampler, check_fits
 
 Update = Any
 
@@ -84,7 +84,8 @@ def canary_audit(
       canary: what the canaries send.
 
     Raises:
-      ValueError: an argument is out of its range, the state has no ``params``, or all clients of ``data`` are empty.
+      ValueError: an argument is out of its range, the state has no ``params``, the sampler does not fit the algorithm, or all
+        clients of ``data`` are empty.
 
     Without noise, all canaries are found:
 
@@ -106,6 +107,7 @@ def canary_audit(
     inside = int(np.sum(coins < 0.5))
     population = with_clients(data, inside)
     first, chosen = data.num_clients, sampler(population)
+    check_fits(chosen, algorithm)
     attacked = Attacked(chosen, canary, attackers=list(population.client_ids[first:]), seed=key)
     state = algorithm.init(rng.stream(key, "init"))
     algorithm.check(population)

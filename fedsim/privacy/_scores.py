@@ -114,7 +114,7 @@ class Scores:
 
         Args:
           delta: δ, in (0, 1).
-          confidence: the probability that the bound is below ε, in [0.5, 1).
+          confidence: the probability that the bound is below ε, in [0.5, 1); above 0.5 with ``"independent"``.
           method: what is assumed of the scores. ``"normal"``: they are independent and have two normal laws with the same
             variance, as those of `canary_audit` almost are. ``"independent"``: they are independent (Clopper and Pearson), as
             those of runs of their own are. ``"one_run"``: nothing, if each canary took part by a coin of its own in the same

@@ -399,7 +399,10 @@ class Clients:
         """Builds the info from the plan, the size of an update in bits, and all clients' entries ``[slots, ...]``."""
         plan, before = self.plan, self.info
         # The largest number of bits that a client may send and receive determines the dtype of these counts.
-        self._most_up += tree.most_bits(plain, compressed="bits_up" in entries)
+        aggregator = call.aggregator
+        assert aggregator is not None
+        is_own = aggregator.sends_unchanged and "bits_up" in entries  # which the algorithm has counted
+        self._most_up += tree.most_bits(plain, compressed=is_own or aggregator.may_send_more)
         self._most_down += tree.most_bits(tree.num_bits((call.shared, call.statistics)), compressed=call.downlink is not None)
         num_steps = training_steps(self.algorithm.batches, jnp.asarray(plan.size), plan.most_steps)
         took_part, placement = num_steps > 0, Placement("clients", len(num_steps))

@@ -128,6 +128,15 @@ def test_components_that_would_stay_equal_are_refused():
     run(make(FedEM, model=zeros_model(), num_components=1), rounds=1)
 
 
+def test_an_overridden_loss_is_refused():
+    class Halved(FedEM):
+        def client_loss(self, shared, params, batch):
+            return super().client_loss(shared, params, batch) / 2
+
+    with pytest.raises(ValueError, match="Expected Halved to leave client_loss as it is, got a class that overrides it"):
+        Halved(model=fedsim.models.digits_dense(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=16))
+
+
 def test_a_model_without_classes_is_refused():
     numbers = fedsim.Model.from_functions(
         lambda key: {"w": jnp.zeros(3)},

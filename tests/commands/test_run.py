@@ -67,6 +67,16 @@ def test_run_from_a_folder_with_another_algorithm_keeps_the_rest(finished, tmp_p
     }
 
 
+@pytest.mark.parametrize(
+    ("dataset", "model"), [("digits", "digits_logistic"), ("digits(clients=12)", "digits_logistic"), ("toy_regression", None)]
+)
+def test_from_a_folder_another_dataset_keeps_the_hyperparameters_and_other_options_of_it_the_model(dataset, model, tmp_path):
+    config = RunConfig(dataset="digits", algorithm="fedprox", model="digits_logistic", hyperparameters={"mu": 0.5})
+    (tmp_path / "config.json").write_text(json.dumps({"config": dataclasses.asdict(config), "settings": {}}))
+    found = configured(["--from", str(tmp_path), "--dataset", dataset], "fedsim run", "", {}).config
+    assert found.hyperparameters["mu"] == 0.5 and found.model == model
+
+
 @pytest.mark.slow
 def test_a_second_run_uses_the_compiled_programs_of_the_first(tmp_path):
     """The runs are processes that do not use the compilation cache that these tests share."""

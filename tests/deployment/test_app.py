@@ -45,6 +45,17 @@ def test_the_app_names_its_parts_and_has_no_path_of_this_machine(tmp_path):
     assert "from 0 to 2" in (app / "README.md").read_text()
 
 
+def test_the_readme_names_the_files_that_the_server_needs(tmp_path):
+    parameters = tmp_path / "first.npz"
+    np.savez(parameters, a=np.zeros(1))
+    config = RunConfig(data=str(tmp_path), init_from=str(parameters))
+    for app, own, named in ((tmp_path / "a", config, True), (tmp_path / "b", RunConfig(), False)):
+        write_app(app, own, Settings(folder="run"), node_data="{node}.h5")
+        text = (app / "README.md").read_text()
+        assert (f"machine on which this app was written: `{tmp_path}` (data), `{parameters}` (init_from).\n" in text) == named
+        assert ("needs, at the same places" in text) == named and "sha256" not in text
+
+
 def test_what_other_machines_do_not_have_is_refused(tmp_path):
     own = tmp_path / "own.py"
     own.write_text("from fedsim.algorithms import FedAvg as Own\n")

@@ -6,18 +6,19 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import types
 
 import numpy as np
 import pytest
 from deployment.test_deployment import NearNodes, deployed, federation, largest_difference
 
 import fedsim
+from fedsim.commands import _deploy as command
 from fedsim.deployment import Node, NodeError
 from fedsim.deployment import _deploy as deploying
 from fedsim.deployment._deploy import for_nodes, run_on
 from fedsim.deployment._flower import FlowerNodes
 from fedsim.deployment._node import _built
-from fedsim.deployment._nodes import Received
 from fedsim.deployment._own_data import describe_data, described_population, load_own_data
 from fedsim.experiment import RunConfig, Settings
 
@@ -90,6 +91,23 @@ def test_a_packed_file_of_a_node_is_read_and_a_missing_one_is_named(tmp_path):
         load_own_data(RunConfig(), place, 0)
 
 
+def test_the_place_of_the_nodes_data_is_absolute_and_may_be_in_the_home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    places = []
+
+    def deploy(*_, node_data, **__):
+        places.append(node_data)
+        return types.SimpleNamespace(interrupted=0)
+
+    monkeypatch.setattr(command, "deploy", deploy)
+    for place in ("of-{node}.h5", "~/of-{node}.h5"):
+        assert command.main(["--model", "digits_logistic", "--folder", "run", "--node-data", place]) == 0
+    assert places == [f"{tmp_path}/of-{{node}}.h5"] * 2
+    halves()[1].save(tmp_path / "of-1.h5")
+    assert load_own_data(RunConfig(), "~/of-{node}.h5", 1).num_clients == 7
+
+
 class Network(OwnNodes):
     """Nodes in this process for `run_on`, which starts and ends them."""
 
@@ -134,8 +152,11 @@ def test_a_node_with_other_versions_is_named(tmp_path, monkeypatch):
         deployed(algorithm, tmp_path, nodes).execution.check(sampler.cohort(0))
 
 
-class _TwoNodes(FlowerNodes):
-    """Two nodes that Flower knows by the names "11" and "22", in this process."""
+class _Named(FlowerNodes):
+    """Two nodes in this process, and the names by which Flower knows them and others.
+
+    A name has a node, or the error that Flower reports when the heartbeat of a node whose process has ended is missed.
+    """
 
     def __init__(self, nodes):
         class Processes(contextlib.nullcontext):
@@ -145,34 +166,53 @@ class _TwoNodes(FlowerNodes):
                 assert condition()
 
         super().__init__(Processes())
-        self.nodes = nodes
+        self.nodes, self.frames, self.late = nodes, [], []
 
-    def registered(self):
-        return ["11", "22"]
+    def _of_relay(self, facts, blobs=None):
+        if facts["do"] == "nodes":
+            return {"nodes": list(self.nodes)}
+        if facts["do"] == "pull":
+            if not self.frames:
+                self.frames, self.late = self.late, []
+            return {"replies": len(self.frames)}
+        name, node = {"message": f"to {facts['node']}"}, self.nodes[facts["node"]]
+        if isinstance(node, str):
+            self.late.append((name | {"error": node}, {}))
+        else:
+            self.frames.append((name, {"reply": node.answer(blobs)}))
+        return name
 
-    def send(self, number, blobs):
-        self._refused.append(Received(f"to {number}", number, self.nodes[number].answer(blobs)))
-        return f"to {number}"
+    def _frame(self):
+        return self.frames.pop(0)
 
-    def receive(self):
-        received, self._refused = self._refused, []
-        return received
+
+def two_nodes(folder, numbers=(0, 1)):
+    algorithm, _ = federation("FedAvg")
+    return [
+        Node(*on_own_data(algorithm, own), number, 2, folder / str(at), own=True)
+        for at, (number, own) in enumerate(zip(numbers, halves(), strict=True))
+    ]
 
 
 @pytest.mark.parametrize("numbers", [(0, 1), (1, 0), (0, 0), (1, 1)])
 def test_each_node_has_a_number_of_its_own(numbers, tmp_path):
     """Otherwise the clients of one node would be left out."""
-    algorithm, _ = federation("FedAvg")
-    made = [
-        Node(*on_own_data(algorithm, own), number, 2, tmp_path / str(at), own=True)
-        for at, (number, own) in enumerate(zip(numbers, halves(), strict=True))
-    ]
+    made = dict(zip(["11", "22"], two_nodes(tmp_path, numbers), strict=True))
     if numbers[0] == numbers[1]:
         with pytest.raises(NodeError, match=rf"numbers from 0 to 1, each once, got \[{numbers[0]}, {numbers[0]}\]"):
-            _TwoNodes(made).__enter__()
+            _Named(made).__enter__()
     else:
-        with _TwoNodes(made) as nodes:
+        with _Named(made) as nodes:
             assert sorted(nodes.introductions()) == [0, 1]
+
+
+def test_a_node_that_was_started_again_before_the_run_is_met_by_its_new_name(tmp_path):
+    """Flower knows its former name, too, for some time. A node that has none but that is missing."""
+    zero, one = two_nodes(tmp_path)
+    with _Named({"former": "node unavailable", "11": one, "22": zero}) as nodes:
+        assert nodes._ids == {0: "22", 1: "11"}
+    with pytest.raises(NodeError, match="A node did not answer: node unavailable"):
+        _Named({"former": "node unavailable", "11": one}).__enter__()
 
 
 def test_a_node_needs_no_file_of_first_parameters(tmp_path):
@@ -183,3 +223,14 @@ def test_a_node_needs_no_file_of_first_parameters(tmp_path):
     given = for_nodes(config, Settings(), 2, None)
     file.unlink()
     assert _built(given, 1, tmp_path).number == 1
+
+
+@pytest.mark.parametrize("sampler", ["power_of_choice(candidates=8)", "cyclic_poisson(cycle=2)", "importance_by_norm"])
+def test_a_sampler_need_not_fit_the_clients_of_a_node(sampler, tmp_path):
+    """It is one of all clients. A node with less than 8 of them, or than 6 in each group, sends what it observes."""
+    for number, own in enumerate(halves()):
+        own.save(tmp_path / f"{number}.h5")
+    config = RunConfig(dataset="digits(clients=12)", model="digits_logistic", clients=6, sampler=sampler, weighting="uniform")
+    given = for_nodes(config, Settings(), 2, f"{tmp_path}/{{node}}.h5")
+    node = _built(given, 0, tmp_path)
+    assert node.data.num_clients == 5 and node._algorithm.update_norms == (sampler == "importance_by_norm")

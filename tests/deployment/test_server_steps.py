@@ -201,6 +201,43 @@ def test_the_simulator_ends_as_the_deployment_with_its_record(model, name, optio
     assert any(stale) == (type(model) is not systems.Synchronous)
 
 
+class _LosesOne(Nodes):
+    """Four nodes with a client each, in this process: one client answers last, and its updates are lost."""
+
+    count = 4
+
+    def __init__(self, last):
+        self.last, self.sent, self.nodes = last, [], []
+
+    def send(self, number, blobs):
+        self.sent.append((f"{number} {len(self.sent)}", number, blobs))
+        return self.sent[-1][0]
+
+    def receive(self):
+        assert self.sent, "the server waits for an answer to a message that it has not sent"
+        first = min(self.sent, key=lambda each: each[1] == self.last)
+        self.sent.remove(first)
+        message, number, blobs = first
+        lost = number == self.last
+        return [Received(message, number, None if lost else self.nodes[number].answer(blobs), "lost" if lost else "")]
+
+
+@pytest.mark.filterwarnings("ignore:Node . did not answer")
+def test_a_client_that_a_model_dispatches_before_it_aggregates_is_sent_its_model(tmp_path):
+    """A lost worker is replaced from the current version, and the others, which waited for it, let the server aggregate."""
+    data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.3, 0.6, 0.9], np.float32)}, sizes=[1] * 4)
+    sampler = fedsim.UniformSampler(data, clients=2, seed=0)
+    nodes = _LosesOne(last=int(sampler.cohort(0).clients[1]))
+    execution = DeployedSteps(
+        nodes=nodes, folder=tmp_path, sampler=sampler, synchronization=systems.StaleSynchronous(bound=2, versions=1)
+    )
+    algorithm = fedsim.algorithms.Histogram(bins=2, staleness=fedsim.Staleness(bound=0), execution=execution)
+    nodes.nodes = [Node(algorithm, sampler, number, 4, tmp_path / f"{number}") for number in range(4)]
+    trained(algorithm, sampler, 4)
+    assert {each["client"] for line in lines(tmp_path) for each in line["lost"]} == {nodes.last}
+    assert len(lines(tmp_path)) == 4
+
+
 @pytest.mark.slow
 def test_after_a_restart_the_run_ends_as_recorded_and_nothing_counts_twice(tmp_path):
     """Server and nodes end after step 3 with clients in flight; the run goes on from the saved state of step 2."""

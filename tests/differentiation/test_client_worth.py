@@ -123,13 +123,15 @@ def test_weights_of_another_number_of_clients_are_refused():
 def test_a_client_whose_update_is_not_finite_has_no_worth():
     x = np.ones((4, 2), np.float32)
     x[2:] = 1e30
-    data = fedsim.FederatedData.from_arrays({"x": x, "y": np.float32([1, 2, 1, 2])}, sizes=[2, 2])
+    data = fedsim.FederatedData.from_arrays({"x": x, "y": np.float32([1, 2, 1, 2])}, sizes=[2, 2], client_ids=["ann", "bob"])
     valid = fedsim.FederatedData.from_arrays({"x": x[:2], "y": np.float32([1, 2])}, sizes=[2])
     model = fedsim.models.linear_regression([2])
     algorithm = fedsim.algorithms.FedAvg(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2))
     objective = differentiation.validation_loss(model, valid)
-    with pytest.raises(ValueError, match="Expected finite updates, got 2 with a NaN or an infinity"):
-        differentiation.client_worth(algorithm, fedsim.UniformSampler(data, clients=2, seed=0), rounds=2, objective=objective)
+    sampler = fedsim.UniformSampler(data, clients=2, seed=0)
+    named = r"\(client 'bob' in round 0, 'bob' in round 1, .* 'bob' in round 4, \.\.\.\): leave these clients out"
+    with pytest.raises(ValueError, match=f"Expected finite updates, got 6 with a NaN or an infinity, .* {named}"):
+        differentiation.client_worth(algorithm, sampler, rounds=6, objective=objective)
     sampler = fedsim.samplers.ClusteredSampling(data, clients=2, seed=0)
     with pytest.raises(ValueError, match="weighting='uniform' for ClusteredSampling"):
         differentiation.client_worth(algorithm, sampler, rounds=1, objective=objective)

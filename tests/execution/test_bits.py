@@ -48,8 +48,10 @@ def test_bits_of_a_big_model_are_those_of_a_small_one_in_float32(monkeypatch):
 def test_bits_of_a_member_of_a_group(length, dtype):
     # The compiler removes unused arrays, so nothing of that size is allocated.
     member = lambda: aggregators.Member(jnp.int32(1), jnp.zeros(length))  # noqa: E731
-    bits = jax.jit(lambda: aggregators.Grouped(groups=2).send(member(), (), (), jax.random.key(0)).bits)()
-    assert bits.dtype == dtype and float(bits) == np.float32(32 * length + 32)
+    for inner in (aggregators.Mean(), aggregators.Clipped(1.0)):
+        grouped = aggregators.Grouped(groups=2, inner=inner)
+        bits = jax.jit(lambda grouped=grouped: grouped.send(member(), (), (), jax.random.key(0)).bits)()
+        assert bits.dtype == dtype and float(bits) == np.float32(32 * length + 32)
 
 
 class Twice(fedsim.Algorithm):
@@ -65,11 +67,17 @@ class Twice(fedsim.Algorithm):
         return state, info
 
 
-@pytest.mark.parametrize(("compressor", "dtype"), [(None, jnp.uint32), (fedsim.compressors.TopK(fraction=1.0), jnp.float32)])
-def test_messages_that_are_larger_than_what_they_compress_do_not_overflow(compressor, dtype):
+@pytest.mark.parametrize(
+    ("aggregator", "dtype"),
+    [
+        (aggregators.Mean(), jnp.uint32),
+        (aggregators.Clipped(1.0), jnp.uint32),
+        (aggregators.GaussianMechanism(1.0, clip=1.0, denominator=1), jnp.uint32),
+        (aggregators.Clipped(1.0, inner=aggregators.Compressed(fedsim.compressors.TopK(fraction=1.0))), jnp.float32),
+    ],
+)
+def test_messages_that_are_larger_than_what_they_compress_do_not_overflow(aggregator, dtype):
     # 33 bits per coordinate are more than 2**32 for both messages together, and 32 bits are less.
-    mean = aggregators.Mean()
-    aggregator = mean if compressor is None else aggregators.Compressed(compressor, inner=mean)
     algorithm = Twice(batches=fedsim.Batches(size=4), aggregator=aggregator, execution=fedsim.Jit())
     state, cohort = jax.eval_shape(algorithm.init, jax.random.key(0)), federation.cohort()
     traced = traced_rounds(algorithm, state, cohort.data)[0].trace()

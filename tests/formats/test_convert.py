@@ -162,6 +162,23 @@ def test_targets_without_a_format_are_refused(tmp_path):
         assert not (tmp_path / target).exists()
 
 
+def test_the_last_suffix_says_the_format_and_only_csv_is_compressed(tmp_path):
+    data = some_clients((3, 1))
+    write_leaf(data, tmp_path / "a.json")
+    convert(tmp_path / "a.json", tmp_path / "people.csv.parquet", progress=False)
+    write_table(data, tmp_path / "b.csv.parquet")
+    write_table(data, tmp_path / "c.parquet.csv.gz")
+    names = ["people.csv.parquet", "b.csv.parquet", "c.parquet.csv.gz"]
+    assert [recognize(tmp_path / name) for name in names] == ["parquet", "parquet", "csv"]
+    assert (tmp_path / "c.parquet.csv.gz").read_bytes()[:2] == b"\x1f\x8b"
+    for target in ("b.json.gz", "b.h5.gz", "b.parquet.gz"):
+        with pytest.raises(ValueError, match=rf"Expected a name without \.gz, which only CSV files may have, got .*{target}"):
+            convert(tmp_path / "a.json", tmp_path / target)
+        assert not (tmp_path / target).exists()
+    with pytest.raises(ValueError, match=r"Expected a name without \.gz"):
+        write_table(data, tmp_path / "b.gz")
+
+
 @pytest.mark.parametrize("target", ["b.h5", "b.json", "b.parquet"])
 def test_a_conversion_that_fails_leaves_no_file(tmp_path, target):
     write_leaf(some_clients((30, 20)), tmp_path / "a.json")

@@ -90,6 +90,17 @@ def test_files_with_clients_are_read_with_these_and_leafs_folders_with_their_spl
         np.testing.assert_array_equal(rows.columns["x"], np.tile(np.arange(1, 7).reshape(3, 2), (times, 1)))
 
 
+def test_json_lines_may_begin_with_clients_without_examples(tmp_path):
+    lines = [{"client_id": name, "train": [], "test": []} for name in "ab"]
+    lines.append({"client_id": "c", "train": [{"x": 1}], "test": [{"x": 2}]})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = read_rows(tmp_path / "a.jsonl")
+    assert rows.clients.tolist() == ["c", "c"] and rows.columns["x"].tolist() == [1, 2]
+    assert rows.test.tolist() == [False, True]
+    (tmp_path / "a.jsonl").write_text('{"x": [], "y": 1}\n{"x": [], "y": 2}\n')
+    assert read_rows(tmp_path / "a.jsonl").columns["y"].tolist() == [1, 2]
+
+
 def test_json_lines_with_a_client_per_line_are_read_with_their_splits(tmp_path):
     lines = [
         {"client_id": client, "train": [{"y": y}, {"y": y + 1}], "test": [{"y": -y}]} for client, y in (("a", 1), ("b", 5))

@@ -35,6 +35,13 @@ def test_clients_are_in_order_of_first_appearance_and_keep_their_row_order(tmp_p
     assert contents(read) == contents(read) == expected
 
 
+def test_quoted_line_breaks_are_read_wherever_a_block_of_the_file_ends(tmp_path):
+    """Arrow reads blocks of 8 MiB, the first of which ends inside of the second text."""
+    long = "line\n" * (6 << 18)
+    path = csv_file(tmp_path / "a.csv", "user,text", f'ann,"{long}"', f'bob,"{long}"')
+    assert [client["text"].tolist() for client in read_table(path, "user")] == [[long.encode()]] * 2
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz", ".parquet"])
 def test_round_trip(tmp_path, suffix):
     data = some_clients((3, 1, 2))

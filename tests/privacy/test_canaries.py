@@ -142,6 +142,10 @@ def test_canaries_are_unit_directions_times_the_norm():
     [
         (lambda: audit(canaries=5), "^Expected canaries >= 10, got canaries=5: a bound needs a few hundred"),
         (lambda: audit(rounds=0), "^Expected rounds >= 1, got rounds=0"),
+        (
+            lambda: audit(sampler=lambda data: fedsim.samplers.ClusteredSampling(data, clients=2, seed=0)),
+            "^Expected an algorithm with weighting='uniform' for ClusteredSampling, got weighting=None",
+        ),
         (lambda: Canary(norm=0.0), "^Expected .*norm.*, got norm=0.0"),
     ],
 )
