@@ -67,7 +67,7 @@ def test_a_node_that_is_silent_for_more_than_a_minute_is_away_until_it_is_heard_
         temporary, "deploy", "--nodes", "2", "--model", "digits_logistic", "--rounds", "500", "--checkpoint-every", "1",
         "--synchronization", "buffered(size=2, concurrency=4)", "--no-progress", "--folder", str(folder),
     )  # fmt: skip
-    until, stopped = time.monotonic() + 400, []
+    until, stopped = time.monotonic() + 600, []
 
     def wait(condition, what):
         while not condition():
@@ -83,6 +83,7 @@ def test_a_node_that_is_silent_for_more_than_a_minute_is_away_until_it_is_heard_
         for process in stopped:
             process.suspend()
         time.sleep(75 - (time.monotonic() - began))
+        wait(lambda: any(line["lost"] for line in deliveries(folder)), "loss")
         silent = len(deliveries(folder))
         lost = [each for line in deliveries(folder) for each in line["lost"]]
         for process in stopped:

@@ -20,6 +20,7 @@ NEEDS = {
     ("aggregator", "bulyan"): ("bulyan(attackers=...)", "bulyan(attackers=2)"),
     ("aggregator", "divide_and_conquer"): ("divide_and_conquer(attackers=...)", "divide_and_conquer(attackers=2)"),
     ("aggregator", "partly_uniform"): ("partly_uniform(names=...)", "partly_uniform(names='linear_1/*')"),
+    ("aggregator", "secure_mean"): ("secure_mean(max_weight=...)", "secure_mean(max_weight=100)"),
     ("aggregator", "sum"): ("--weighting uniform --server-learning-rate 0.05", None),
 }
 # In a round of adpsgd ten of the hundred nodes train. The others spread models slowly: along a tree, or compressed.
