@@ -80,6 +80,11 @@ class Aggregator:
         return False
 
     @property
+    def is_scalable(self) -> bool:
+        """Whether the server may multiply a message by a number before it accumulates it, as for a stale update."""
+        return True
+
+    @property
     def not_differentiable(self) -> str:
         """What makes its derivatives zero or wrong, such as "rounds", for `fedsim.differentiable`; "" if they are right."""
         return ""

@@ -122,6 +122,10 @@ class DistributedMechanism(SumAggregator):
         return self.minimum or self.clients
 
     @property
+    def is_scalable(self) -> bool:
+        return False  # The numbers are those modulo a power of two.
+
+    @property
     def not_differentiable(self) -> str:
         return "rounds"
 

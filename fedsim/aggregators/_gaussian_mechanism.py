@@ -120,6 +120,10 @@ class GaussianMechanism(SumAggregator):
             )
 
     @property
+    def is_scalable(self) -> bool:
+        return not isinstance(self.clip, AdaptiveClip)  # whose messages also say whether they were clipped
+
+    @property
     def count_noise(self) -> Any:
         """The standard deviation of the noise on the count of `AdaptiveClip`."""
         assert isinstance(self.clip, AdaptiveClip)

@@ -78,7 +78,8 @@ class ADPSGD(DecentralizedAlgorithm):
     def round(self, state: NodesState, clients: Clients) -> tuple[NodesState, Any]:
         trained = self.train_nodes(state, clients)
         graph = self.topology.graphs[0]
-        neighbours = [sorted(graph[node]) or [node] for node in range(self.topology.nodes)]  # itself if there is one node
+        # A node with itself, if there is only one.
+        neighbours = [sorted(set(graph[node]) - {node}) or [node] for node in range(self.topology.nodes)]
         table = np.zeros((len(neighbours), max(map(len, neighbours))), np.int32)
         for node, own in enumerate(neighbours):
             table[node, : len(own)] = own
@@ -118,7 +119,7 @@ class FinishingNodes:
       seed: the seed, or root key, of the speeds and of the run.
 
     Raises:
-      ValueError: ``per_round`` is below 1, no node has examples, messages of ``devices`` take time, or steps take none; or,
+      ValueError: ``per_round`` is below 1, no node takes a step, messages of ``devices`` take time, or steps take none; or,
         when a cohort is drawn, all nodes have gone offline for good.
 
     >>> import numpy as np
@@ -134,8 +135,11 @@ class FinishingNodes:
         checks.whole(1, per_round=per_round)
         checks.instance(Batches, "fedsim.Batches(size=20)", batches=batches)
         checks.instance(Devices, "fedsim.systems.Devices(seconds_per_step=1.0)", or_none=True, devices=devices)
-        if not data.sizes.any():
-            raise ValueError("No node has examples, so none would ever finish: give data with examples.")
+        if not batches.num_steps(data.sizes).any():
+            raise ValueError(
+                "No node takes a step, so none would ever finish: give data with examples, and smaller batches with "
+                "drop_remainder."
+            )
         self.data, self.clients, self.key = data, min(per_round, data.num_clients), rng.root(seed)
         self.batches, self.devices = batches, devices or Devices()
         self._drawn = self.devices.draw(data.client_ids, self.key)

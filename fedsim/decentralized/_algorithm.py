@@ -203,7 +203,7 @@ class DecentralizedAlgorithm(Algorithm):
         checks.instance(Model, "fedsim.models.emnist_dense()", model=self.model)
         checks.optimizer(or_schedule=True, client_optimizer=self.client_optimizer)
         checks.instance(Topology, "fedsim.decentralized.ring(16)", topology=self.topology)
-        defaults = {"downlink": None, "staleness": None, "nonfinite": "drop"}
+        defaults = {"downlink": None, "staleness": None, "nonfinite": "drop", "update_norms": False}
         given = {name: value for name in defaults if (value := getattr(self, name)) != defaults[name]}
         given |= {} if type(self.aggregator) is Mean else {"aggregator": self.aggregator}
         if given:

@@ -52,8 +52,8 @@ class Topology:
                     f"Expected graphs whose nodes are 0 to n - 1, the same in all of them, got {sorted(graph, key=str)[:5]}"
                     "...: use networkx.convert_node_labels_to_integers."
                 )
-            union.add_edges_from(graph.to_directed().edges)
             self._check_weights(graph)
+            union.add_edges_from(_messages(graph))
         if not nx.is_strongly_connected(union):
             parts = sorted(map(len, nx.strongly_connected_components(union)), reverse=True)
             raise ValueError(
@@ -116,8 +116,8 @@ class Topology:
         sent: dict[tuple[int, int], float] = {}
         for number, graph in enumerate(self.graphs):
             times = len(range(number, rounds, self.period))
-            for link in graph.to_directed().edges:
-                if link[0] != link[1] and times:
+            for link in _messages(graph):
+                if times:
                     sent[link] = sent.get(link, 0) + float(message_bytes) * times
         return dict(sorted(sent.items()))
 
@@ -138,3 +138,9 @@ class Topology:
                 f"edge {wrong[0]} has weight {own[wrong[0]]}" if wrong else f"{len(own)} of {graph.number_of_edges()} have one"
             )
             raise ValueError(f"Expected a weight in [0, 1] for every edge of {self.name!r} or for none, but {what}.")
+
+
+def _messages(graph: nx.Graph) -> list[tuple[int, int]]:
+    """Returns the pairs of different nodes of which the first one sends to the second one; a weight of 0 is no message."""
+    edges = graph.to_directed().edges(data="weight", default=1)
+    return [(first, second) for first, second, weight in edges if first != second and weight]

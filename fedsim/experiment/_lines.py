@@ -22,6 +22,7 @@ from fedsim.samplers import Observation, Sampler, is_steered
 Line = dict[str, Any]
 
 _SUMMED = ("num_examples", "bits_up", "bits_down", "entropy_bits_up")
+_OWN = {"round", "seconds", "simulated_seconds", "better", "observed"}  # of every line or of a run
 _NOT_METRICS = ("num_steps", "weight", "dropped", "attacker", "staleness", *_SUMMED)
 
 
@@ -42,6 +43,9 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
       ``entropy_bits_up`` if it differs from ``bits_up``); ``dropped``, the number of updates that were not finite; the mean
       and the largest ``staleness`` of the clients, and ``staleness_counts``, how many have each staleness from 0 on, if the
       algorithm has one; and ``seconds``.
+
+    Raises:
+      ValueError: an algorithm reports a value with a name that the run itself gives, or that of an evaluation.
 
     >>> round_lines({"loss": np.array([0.5, float("nan")])}, first_round=4, rounds=2, seconds=3.0)[1]
     {'round': 6, 'loss': None, 'seconds': 1.5}
@@ -72,6 +76,12 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
             columns["staleness_counts"] = [np.bincount(values[took], minlength=1) for values, took in pairs]
     elif isinstance(infos, Mapping):
         columns = {name: values for name, values in infos.items() if np.shape(values) == (rounds,)}
+    splits = tuple(f"{split}_" for split in SPLITS)
+    if taken := [name for name in columns if name in _OWN or name.startswith(splits)]:
+        raise ValueError(
+            f"Expected other names in the info of clients or of rounds, got {taken[0]!r}: the lines of the metrics have it for "
+            "the run itself, or for its evaluations. Choose another name, such as 'local_loss'."
+        )
     return [
         {"round": first_round + 1 + i}
         | {name: plain(values[i]) for name, values in columns.items()}

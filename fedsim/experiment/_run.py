@@ -31,7 +31,7 @@ from fedsim.experiment._identity import describe, process_identity, rows_identit
 from fedsim.experiment._lines import Line, clients_table, evaluation_line, observed, plain, round_lines
 from fedsim.experiment._report import devices_of
 from fedsim.experiment._run_log import Callback, RunLog
-from fedsim.experiment._stop_rules import check_has_clock, stop_rules
+from fedsim.experiment._stop_rules import check_has_clock, check_metrics, stop_rules
 from fedsim.experiment._trust import imported_modules
 from fedsim.rounds import RoundInfo
 from fedsim.samplers import Observation, Sampler, check_fits, checked_cohort, is_steered
@@ -127,6 +127,10 @@ class Run(Rounds):
                     f"Expected validation data for stop_when={stop_when!r}, got none: give validation_data (--validation 0.1). "
                     "A run that ends by its test data would report them too favourably."
                 )
+        if self._validate is not None and not hasattr(algorithm, "evaluate"):
+            names = list(algorithm.model.metrics)  # type: ignore[attr-defined]
+            personal = [f"personal_{name}" for name in names if is_personal(algorithm)]
+            check_metrics(self._rules.values(), names + personal)
         self._evaluation_waits = evaluate is not None or is_personal(algorithm)
         boundaries = [rounds, *([evaluate_every] if self._compute_scores or self._validate or self._can_stop else [])]
         lengths = DispatchLength(fixed_length, [*boundaries, *([checkpoint_every] if checkpoint_every else [])])

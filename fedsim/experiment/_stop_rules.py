@@ -159,11 +159,21 @@ def check_has_clock(rules: Iterable[StopRule], algorithm: Algorithm, cohort: Coh
         )
 
 
+def check_metrics(rules: Iterable[StopRule], known: Sequence[str]) -> None:
+    """Raises ``ValueError`` if a rule reads a metric that evaluations will not have."""
+    for rule in rules:
+        if rule.metric is not None and rule.metric not in known:
+            raise ValueError(_no_metric(rule.metric, known))
+
+
+def _no_metric(metric: str, known: Iterable[str]) -> str:
+    return f"Expected a metric of the validation data, got metric={metric!r}: choose one of {', '.join(known)}."
+
+
 def _evaluations(history: Sequence[Line], metric: str) -> list[Line]:
     """Returns the lines of the evaluations that have a metric of the validation data."""
     name = f"{_SPLIT}_{metric}"
     lines = [line for line in history if name in line]
     if not lines and (names := [known for line in history for known in scalar_metrics(line, _SPLIT)]):
-        known = ", ".join(dict.fromkeys(each.removeprefix(f"{_SPLIT}_") for each in names))
-        raise ValueError(f"Expected a metric of the validation data, got metric={metric!r}: choose one of {known}.")
+        raise ValueError(_no_metric(metric, dict.fromkeys(each.removeprefix(f"{_SPLIT}_") for each in names)))
     return lines

@@ -152,7 +152,8 @@ def check_scales(algorithm: Any, weights: np.ndarray, scales: np.ndarray) -> Non
     ...
     ValueError: The updates of Histogram cannot have scales other than 1, ...
     """
-    if np.any(scales != 1) or (np.any(weights != 1) and algorithm.aggregator.innermost.adds_weights):
+    aggregator = algorithm.aggregator.innermost
+    if np.any(scales != 1) or (np.any(weights != 1) and (aggregator.adds_weights or not aggregator.is_scalable)):
         check_scalable(algorithm)
     if np.any(weights > 1) and not algorithm.capabilities.repeatable:
         raise ValueError(
@@ -166,7 +167,7 @@ def check_scalable(algorithm: Any) -> None:
     """Raises ``ValueError`` unless the algorithm's updates may be multiplied by scales.
 
     Its class must declare ``capabilities.scalable``, see `fedsim.algorithm.Capabilities`. A base class cannot declare it for
-    methods that a subclass overrides.
+    methods that a subclass overrides. The aggregator must be scalable, too.
 
     >>> import fedsim
     >>> check_scalable(fedsim.algorithms.Histogram(bins=2))  # doctest: +ELLIPSIS
@@ -174,6 +175,11 @@ def check_scalable(algorithm: Any) -> None:
     ...
     ValueError: The updates of Histogram cannot have scales other than 1, ...
     """
+    if not algorithm.aggregator.innermost.is_scalable:
+        raise ValueError(
+            f"Messages for {algorithm.aggregator.innermost} have more than the update, which must not be multiplied by scales "
+            "or weights: use Synchronous(), Buffered(staleness_weight='constant'), or another aggregator."
+        )
     if not is_scalable(algorithm):
         name, summed = type(algorithm).__name__, algorithm.aggregator.innermost.adds_weights
         weights = "" if summed else ", or weights that are no scales (Buffered(divide_by='weights'))"

@@ -160,8 +160,11 @@ def test_relay_sgd_equals_a_loop_over_messages(topology):
         make("RelaySGD")
 
 
-def test_asynchronous_pairs_equal_a_loop_over_events():
-    algorithm = make("ADPSGD", topology=decentralized.line(6))
+@pytest.mark.parametrize("own_edges", [[], [(0, 0), (2, 2)]])  # An edge of a node to itself is no message.
+def test_asynchronous_pairs_equal_a_loop_over_events(own_edges):
+    graph = nx.path_graph(6)
+    graph.add_edges_from(own_edges)
+    algorithm = make("ADPSGD", topology=decentralized.Topology([graph]))
     nodes = decentralized.FinishingNodes(
         DATA, algorithm.batches, fedsim.systems.Devices(seconds_per_step=fedsim.systems.LogNormal(sigma=0.3)), per_round=3
     )
@@ -405,6 +408,7 @@ def test_errors_name_the_remedy():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
+        ("DPSGD", {"update_norms": True}, "has no server, got update_norms=True"),
         ("DPSGD", {"nonfinite": "raise"}, "has no server, got nonfinite='raise'"),
         ("DPSGD", {"downlink": fedsim.compressors.QSGD(levels=4)}, "has no server, got downlink="),
         ("DPSGD", {"aggregator": fedsim.aggregators.Clipped(1.0)}, "has no server, got aggregator=Clipped"),
@@ -464,8 +468,10 @@ def test_nodes_that_are_all_offline_for_good_end_the_run():
 def test_few_nodes_or_none_with_data_that_do_not_wait():
     sampler = make("ADPSGD").sampler(DATA, clients=20)
     assert sampler.clients == 6 and len(sampler.cohort(0).clients) <= 6
-    with pytest.raises(ValueError, match="No node has examples"):
+    with pytest.raises(ValueError, match="No node takes a step"):
         make("ADPSGD").sampler(federation.data((0, 0)), clients=2)
+    with pytest.raises(ValueError, match="No node takes a step"):
+        decentralized.FinishingNodes(DATA, fedsim.Batches(size=1000, drop_remainder=True))
 
 
 def test_no_sampler_for_devices_of_nodes_that_wait_for_each_other():

@@ -158,6 +158,7 @@ def test_the_undirected_equi_static_graph_is_that_of_its_formula():
     [
         (lambda: Topology([nx.disjoint_union(nx.cycle_graph(3), nx.cycle_graph(2))]), "not connected.*2 parts of .3, 2. nodes"),
         (lambda: Topology([nx.DiGraph([(0, 1), (1, 2)])]), "not connected"),
+        (lambda: Topology([nx.Graph([(0, 1, {"weight": 0.5}), (1, 2, {"weight": 0.0})])]), "not connected.*2 parts of .2, 1."),
         (lambda: Topology([]), "at least one graph"),
         (lambda: Topology([nx.path_graph(["a", "b"])]), "nodes are 0 to n - 1"),
         (lambda: Topology([nx.path_graph(3), nx.path_graph(4)]), "the same in all"),

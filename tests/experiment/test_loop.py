@@ -117,6 +117,20 @@ def test_the_bits_of_a_round_do_not_overflow():
     assert line["entropy_bits_up"] == 1000 * 2**39
 
 
+@pytest.mark.parametrize("name", ["round", "seconds", "validation_loss", "test_accuracy"])
+def test_what_clients_report_has_no_name_of_the_run(name, algorithm, sampler):
+    class Reporting(type(algorithm)):
+        def client_update(self, shared, client):
+            result = super().client_update(shared, client)
+            return result._replace(info={**result.info, name: result.info["loss"]})
+
+    own = Reporting(**{field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm) if field.init})
+    with pytest.raises(ValueError, match=f"Expected other names in the info of clients or of rounds, got '{name}'"):
+        run(own, sampler, rounds=1, progress=False)
+    with pytest.raises(ValueError, match=f"got '{name}'"):  # of an algorithm that overrides apply
+        round_lines({name: np.zeros(2)}, first_round=0, rounds=2, seconds=1.0)
+
+
 def test_loss_is_the_example_weighted_mean_over_clients(algorithm, sampler):
     result = run(algorithm, sampler, rounds=1, progress=False)
     _, info = algorithm.apply(algorithm.init(rng.stream(rng.root(7), "init")), sampler.cohort(0))

@@ -113,6 +113,16 @@ def test_a_run_ends_after_the_same_round_however_it_is_dispatched_or_resumed(tmp
     assert ends == [stop] * 3
 
 
+@pytest.mark.parametrize("algorithm", ["fedavg", "ditto"])
+def test_a_rule_with_an_unknown_metric_is_refused_before_the_first_round(algorithm, tmp_path):
+    config = RunConfig(algorithm=algorithm, validation="0.2", stop_when="reached(value=0.9, metric='acuracy')", rounds=2)
+    settings = Settings(folder=str(tmp_path / "run"), execution="jit")
+    personal = ", personal_loss, personal_accuracy" if algorithm == "ditto" else ""
+    with pytest.raises(ValueError, match=f"got metric='acuracy': choose one of loss, accuracy{personal}\\."):
+        run_experiment(build(config, settings), config, settings, progress=False)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_rules_read_validation_metrics_bytes_and_simulated_seconds():
     def history(*lines):
         return [{"round": number, **line} for number, line in enumerate(lines, 1)]

@@ -229,6 +229,23 @@ def test_every_algorithm_declares_whether_it_has_scales():
         assert is_scalable(object.__new__(cls)) == cls.capabilities.scalable, name
 
 
+@pytest.mark.parametrize(
+    "aggregator",
+    [
+        fedsim.aggregators.DistributedMechanism(0.0, clip=100.0, clients=4, minimum=2, bits=22),
+        fedsim.aggregators.GaussianMechanism(0.0, clip=fedsim.aggregators.AdaptiveClip(), denominator=4),
+    ],
+    ids=["integers", "adaptive clip"],
+)
+def test_messages_with_more_than_an_update_are_not_multiplied(aggregator):
+    algorithm = make(aggregator=aggregator, weighting="uniform", staleness=fedsim.Staleness(0))
+    for factors in ({"scales": [0.5]}, {"weights": [0.5]}):
+        arrivals = fedsim.data.Arrivals.of([0], round=0, **factors)
+        cohort = fedsim.Cohort(sampler().data, np.array([0]), 0, fedsim.rng.root(0), arrivals=arrivals)
+        with pytest.raises(ValueError, match="have more than the update, which must not be multiplied"):
+            algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+
+
 @pytest.mark.slow
 def test_weights_are_refused_where_the_aggregate_is_a_sum():
     histogram = fedsim.algorithms.Histogram(low=-1.0, high=1.0, bins=2, batches=fedsim.Batches(size=4))
