@@ -67,6 +67,18 @@ def test_fedexp_takes_a_single_update_as_it_arrives():
     assert info.clients["bits_up"].tolist() == [32 * (3 * 4 + 4 + 1)]
 
 
+def test_fedexp_takes_norms_of_updates_without_what_is_sent_beside_them():
+    """An adaptive norm that clips nothing changes nothing, though clients send whether their update was short."""
+    aggregators, ends = fedsim.aggregators, []
+    for clip in (1e3, aggregators.AdaptiveClip(start=1e3)):
+        mechanism = aggregators.GaussianMechanism(0.0, clip=clip, denominator=4)
+        some = settings(client_optimizer=optax.sgd(1e-3))
+        algorithm = FedExP(epsilon=1e-6, weighting="uniform", aggregator=mechanism, **some)
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(federation.data()))
+        ends.append(theta(state))
+    np.testing.assert_allclose(*ends, rtol=1e-6)
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 def test_fedcm_follows_algorithm_1(weighting):
