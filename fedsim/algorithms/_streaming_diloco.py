@@ -269,7 +269,9 @@ class StreamingDiLoCo(OuterNesterov, FedAvg):
             update = functools.partial(self.synchronize, number, state.params)
             gradient, info = clients.aggregate(update, Shared(self._fragments[number - 1].take(state.params), before.round))
             own = ServerState(fragment.take(state.params), state.opt_state[number], before.round)
-            own = tree.select(info.num_aggregated > 0, after_step(own, gradient, self.server_optimizer), own)
+            own = tree.select(
+                self.aggregator.acts_on(info.num_aggregated), after_step(own, gradient, self.server_optimizer), own
+            )
             opt_states = (*state.opt_state[:number], own.opt_state, *state.opt_state[number + 1 :])
             state = ServerState(fragment.put(state.params, own.params), opt_states, before.round + 1)
             loss = loss + info.clients["loss"]

@@ -225,3 +225,13 @@ def test_fragments_in_any_execution_and_of_workers_that_were_absent():
 def test_what_cannot_be_synchronized_in_fragments_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         diloco(fedsim.algorithms.StreamingDiLoCo, **STREAMING | {"fragments": 2} | options)
+
+
+def test_fragments_of_a_round_without_workers_have_noise_where_it_hides_that():
+    mechanism = fedsim.aggregators.GaussianMechanism(1.0, clip=1.0, denominator=2)
+    algorithm = diloco(fedsim.algorithms.StreamingDiLoCo, client_optimizer=optax.sgd(0.1), aggregator=mechanism)
+    start = algorithm.init(jax.random.key(1))
+    empty = fedsim.Cohort(federation.data(), np.zeros(0, np.int32), 0, jax.random.key(0), slots=2)
+    state, info = algorithm.apply(start, empty)
+    assert int(info.num_aggregated) == 0
+    assert np.abs(state.params["linear"]["w"] - start.params["linear"]["w"]).max() > 0.1

@@ -23,7 +23,7 @@ from linear_models import (
 )
 
 import fedsim
-from fedsim.algorithms import FedAvg, FedCM, FedDC, FedExP, FedNova, FedSAM, Scaffnew
+from fedsim.algorithms import FedAvg, FedCM, FedDC, FedDyn, FedExP, FedNova, FedSAM, Scaffnew
 
 POPULATION = np.count_nonzero(federation.data().sizes)
 
@@ -137,6 +137,18 @@ def test_feddc_follows_algorithm_1(weighting):
         mean_drift, mean_last = mean_drift + share * mean_move, mean_last + share * mean_change
         x = x + mean_move + mean_drift
     assert_close(end, x)
+
+
+@pytest.mark.parametrize("cls", [FedDyn, FedDC])
+def test_a_round_without_clients_moves_nothing_if_its_noise_is_zero(cls):
+    """Its aggregator acts nevertheless, and there are no clients whose movements the server's correction would undo."""
+    mechanism = fedsim.aggregators.GaussianMechanism(0.0, clip=100.0, denominator=4)
+    algorithm, population = cls(aggregator=mechanism, **settings()), federation.data()
+    before, _ = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(population))
+    empty = fedsim.Cohort(population, np.zeros(0, np.int32), 1, jax.random.key(0), slots=population.num_clients)
+    after, _ = algorithm.apply(before, empty)
+    federation.assert_trees_equal(jax.device_get(after.params), jax.device_get(before.params))
+    assert_differ(theta(algorithm.apply(before, federation.cohort(population, round=1))[0]), theta(before))
 
 
 def test_fedsam_follows_algorithm_1():
