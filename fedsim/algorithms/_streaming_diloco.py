@@ -21,7 +21,7 @@ import dataclasses
 import fnmatch
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -208,6 +208,9 @@ class StreamingDiLoCo(OuterNesterov, FedAvg):
             "one with GroupNorm",
         ),
     )
+
+    # Its workers go on from parameters of their own, and not in one loop of steps from those of the server.
+    train: ClassVar[Any] = None
 
     fragments: int = 1
     fragment_names: Sequence[str | Sequence[str]] | None = None

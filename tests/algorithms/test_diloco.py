@@ -89,6 +89,17 @@ def test_one_worker_whose_server_adds_its_movement_trains_centrally_whatever_the
     federation.assert_trees_close(few.server.params, many.server.params)
 
 
+def test_fine_tuning_is_the_next_round_of_a_worker():
+    """It continues with the state of its optimizer and with the examples where it has stopped."""
+    algorithm = diloco(client_optimizer=optax.sgd(0.1, momentum=0.9), server_learning_rate=1.0, momentum=0.0)
+    population = federation.data(sizes=(7,))
+    before, _ = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(population))
+    after, _ = algorithm.apply(before, federation.cohort(population, round=1))
+    expected = fedsim.evaluate(algorithm.model, after.params, population).overall["loss"]
+    found = fedsim.evaluate_personalized(algorithm, before, population, population, fine_tune=algorithm).overall["loss"]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_the_order_of_examples_continues_in_any_execution():
     population = federation.data(sizes=(7, 0, 5))

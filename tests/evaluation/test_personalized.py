@@ -388,6 +388,14 @@ def test_errors_for_what_cannot_be_evaluated():
         fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=make(algorithms.IFCA))
     with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm with train, .*Ditto"):
         fedsim.evaluate_personalized(make(), trained(make()), data, data, fine_tune=make())
+    streaming = make(algorithms.StreamingDiLoCo)
+    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm with train, .*StreamingDiLoCo"):
+        fedsim.evaluate_personalized(streaming, streaming.init(jax.random.key(0)), data, data, fine_tune=streaming)
+    mime = make(algorithms.Mime)
+    for algorithm in (fedavg, mime):
+        start = algorithm.init(jax.random.key(0))
+        with pytest.raises(ValueError, match="Mime cannot be fine_tune: use MimeLite or FedAvg"):
+            fedsim.evaluate_personalized(algorithm, start, data, data, fine_tune=mime)
     with pytest.raises(ValueError, match="Expected batch_size >= 1, or None, got batch_size=0"):
         fedsim.evaluate_personalized(make(), state, data, data, batch_size=0)
     with pytest.raises(ValueError, match="trained on a population of 8 clients, and train has 2"):
