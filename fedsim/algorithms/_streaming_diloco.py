@@ -266,7 +266,7 @@ class StreamingDiLoCo(OuterNesterov, FedAvg):
         return StreamingWorker(params, params, Worker.new(self, shared, params), jnp.int32(-1))
 
     def round(self, state: ServerState, clients: Clients) -> tuple[ServerState, Any]:
-        before, loss = state, jnp.float32(0)
+        before, loss, squared_norms = state, jnp.float32(0), jnp.float32(0)
         for number, fragment in enumerate(self._fragments):
             # Workers have the other fragments from earlier rounds.
             update = functools.partial(self.synchronize, number, state.params)
@@ -278,7 +278,9 @@ class StreamingDiLoCo(OuterNesterov, FedAvg):
             opt_states = (*state.opt_state[:number], own.opt_state, *state.opt_state[number + 1 :])
             state = ServerState(fragment.put(state.params, own.params), opt_states, before.round + 1)
             loss = loss + info.clients["loss"]
-        return state, info._replace(clients={**info.clients, "loss": loss})
+            squared_norms = squared_norms + jnp.square(info.clients["update_norm"]) if self.update_norms else squared_norms
+        norms = {"update_norm": tree.root(squared_norms)} if self.update_norms else {}
+        return state, info._replace(clients={**info.clients, **norms, "loss": loss})
 
     def synchronize(self, number: int, current: Params, shared: Shared, client: Client) -> ClientUpdate:
         """Trains until fragment ``number`` is due and sends it. ``current`` are the server's parameters."""

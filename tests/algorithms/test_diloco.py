@@ -141,6 +141,24 @@ def network_loss(params, x, y):
 STREAMING = {"model": network(), "batches": fedsim.Batches(size=4, steps=8), "delay": 2, "alpha": 0.25}
 
 
+def test_the_norm_of_an_update_in_fragments_is_that_of_all_fragments():
+    """A server that takes the parameters of its only worker moves by each fragment's update."""
+    algorithm = diloco(
+        fedsim.algorithms.StreamingDiLoCo,
+        client_optimizer=optax.sgd(0.1),
+        fragment_names=["linear/w", "linear/b"],
+        server_learning_rate=1.0,
+        momentum=0.0,
+        update_norms=True,
+    )
+    start = algorithm.init(jax.random.key(1))
+    state, info = algorithm.apply(start, federation.cohort(federation.data(sizes=(7,))))
+    moved = fedsim.tree.subtract(state.params, start.params)["linear"]
+    parts = [float(np.sum(np.square(moved[name]))) for name in ("w", "b")]
+    assert info.clients["update_norm"].tolist() == [pytest.approx(np.sqrt(sum(parts)), rel=1e-5)]
+    assert min(parts) > 1e-4
+
+
 @pytest.mark.slow
 def test_fragments_with_a_delay_are_a_plain_loop_over_steps():
     population = federation.data(sizes=(7, 12))

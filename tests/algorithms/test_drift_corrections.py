@@ -237,6 +237,17 @@ def test_scaffnew_adds_the_bits_of_both_calls():
     assert (np.asarray(info.clients["loss"]) > 0).tolist() == took_part.tolist()
 
 
+def test_scaffnew_reports_what_its_clients_report_when_they_train():
+    class Reporting(Scaffnew):
+        def client_update(self, shared, client):
+            result = super().client_update(shared, client)
+            return result._replace(info={**result.info, "examples": client.num_examples})
+
+    cohort, algorithm = federation.cohort(), Reporting(**settings())
+    _, info = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+    assert info.clients["examples"].tolist() == cohort.sizes.tolist()
+
+
 def test_the_norms_of_scaffnew_s_updates_are_those_of_the_call_that_trains():
     norms = []
     for cls in (Scaffnew, FedAvg):
