@@ -109,7 +109,8 @@ class Algorithm:
 
     Guarantees:
       - `apply` does not change its arguments, and its result depends on nothing else.
-      - A client without examples contributes nothing. A round in which no update arrives returns the state unchanged.
+      - A client without examples contributes nothing. A round in which no update arrives returns the state unchanged,
+        unless the aggregator acts nevertheless, as one that adds noise to every round (`Aggregator.acts_on`).
       - An update that is not finite never reaches the aggregator.
 
     Raises:

@@ -106,7 +106,6 @@ PUBLIC_MODULES = [
 WITHOUT_EXAMPLE: set[str] = {
     # Records, protocols, errors and base classes: the examples are those of the functions that return or accept them.
     "fedsim.Batch",
-    "fedsim.aggregators.Aggregator",
     "fedsim.aggregators.Groups",
     "fedsim.aggregators.Member",
     "fedsim.aggregators.Sent",

@@ -29,6 +29,7 @@ from fedsim.aggregators._fools_gold import FoolsGold as FoolsGold
 from fedsim.aggregators._fools_gold import WithHistory as WithHistory
 from fedsim.aggregators._gaussian_mechanism import AdaptiveClip as AdaptiveClip
 from fedsim.aggregators._gaussian_mechanism import GaussianMechanism as GaussianMechanism
+from fedsim.aggregators._gaussian_mechanism import WithShortness as WithShortness
 from fedsim.aggregators._geometric_median import GeometricMedian as GeometricMedian
 from fedsim.aggregators._grouped import Grouped as Grouped
 from fedsim.aggregators._grouped import Groups as Groups

@@ -54,7 +54,11 @@ class AdaptiveClip:
 
 
 class WithShortness(NamedTuple):
-    """A clipped update, and half of 1 if it was not longer than the norm, of -1 if it was, ``float32 []``."""
+    """A clipped update, and half of 1 if it was not longer than the norm, of -1 if it was, ``float32 []``.
+
+    >>> WithShortness(jnp.ones(2), shortness=jnp.float32(-0.5)).shortness.item()
+    -0.5
+    """
 
     update: Update
     shortness: jax.Array

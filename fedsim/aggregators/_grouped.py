@@ -34,6 +34,7 @@ class Grouped(Wrapper):
     """Aggregates the updates of each group of clients separately by ``inner``. A client's update is a `Member`.
 
     The message has 32 bits more than that of ``inner``, for the number of the group. A group without clients has weight 0.
+    What a client keeps for ``inner``, such as the error of its last compressed update, it keeps for each group.
 
     Attributes:
       groups: number of groups, at least 1.
@@ -67,21 +68,23 @@ class Grouped(Wrapper):
         return self._for_each(self.inner.init(update.update))
 
     def client_memory(self, update: Member) -> Memory:
-        return self.inner.client_memory(update.update)
+        return self._for_each(self.inner.client_memory(update.update))
 
     def send(self, update: Member, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
-        sent = self.inner.send(update.update, _select_group(server_memory, update.group), memory, key)
+        of_server, of_client = _select_group((server_memory, memory), update.group)
+        sent = self.inner.send(update.update, of_server, of_client, key)
+        memory = _with_group(memory, update.group, sent.memory)
         entropy_bits = sent.entropy_bits + jnp.float32(math.log2(self.groups))
         most = tree.most_bits(tree.num_bits(update), compressed=self.may_send_more)
         bits = tree.add_bits(sent.bits, 32, most=most)
-        return sent._replace(update=Member(update.group, sent.update), bits=bits, entropy_bits=entropy_bits)
+        return Sent(Member(update.group, sent.update), memory, bits, entropy_bits)
 
     def zero(self, update: Member, slots: int) -> Accumulator:
         return Groups(self._for_each(self.inner.zero(update.update, slots)), jnp.zeros(self.groups, jnp.float32))
 
     def accumulate(self, accumulator: Groups, update: Member, weight: jax.Array, slot: jax.Array) -> Accumulator:
         own = self.inner.accumulate(_select_group(accumulator.updates, update.group), update.update, weight, slot)
-        merged = jax.tree.map(lambda all, one: all.at[update.group].set(one), accumulator.updates, own)
+        merged = _with_group(accumulator.updates, update.group, own)
         return Groups(merged, accumulator.weights.at[update.group].add(weight))
 
     def merge(self, a: Groups, b: Groups) -> Accumulator:
@@ -109,3 +112,7 @@ class Grouped(Wrapper):
 
 def _select_group(values: Accumulator, group: jax.Array) -> Accumulator:
     return jax.tree.map(lambda x: x[group], values)
+
+
+def _with_group(values: Accumulator, group: jax.Array, own: Accumulator) -> Accumulator:
+    return jax.tree.map(lambda all, one: all.at[group].set(one), values, own)

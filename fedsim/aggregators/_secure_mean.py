@@ -53,8 +53,9 @@ class SecureMean(SumAggregator):
       clip: largest absolute value of a coordinate of an update, positive.
       bits: size of a client's integers, at least 2 and at most 24, the precision of float32.
       modulus_bits: size of the integers that are sent, from ``bits`` to 32.
-      minimum: fewest clients whose sum the protocol reveals, at least 2. A round with fewer clients has the update 0, as a
-        round without clients has; its info has ``num_aggregated``.
+      minimum: fewest clients whose sum the protocol reveals, at least 2. A round with fewer clients leaves the
+        server's state unchanged, as a round without clients does; its info has ``num_aggregated``. Its clients keep what they
+        have computed, so sums that are kept at clients and at the server, as in SCAFFOLD, FedDyn and FedDC, differ then.
 
     Raises:
       ValueError: an attribute is out of its range. Before the first round: an update has leaves that are not floats, the cohort

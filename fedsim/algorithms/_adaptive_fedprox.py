@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import checks
+from fedsim import checks, tree
 from fedsim.aggregators import AuxMean, WithAux
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
@@ -113,5 +113,7 @@ class AdaptiveFedProx(FedAvg):
         falls = jnp.where(loss < state.loss, state.falls + 1, 0)
         lower = falls == self.patience
         change = self.mu_step * ((loss > state.loss).astype(jnp.float32) - lower.astype(jnp.float32))
-        after = super().server_update(state, movement, info)
-        return after._replace(mu=jnp.maximum(state.mu + change, 0.0), loss=loss, falls=jnp.where(lower, 0, falls))
+        seen = jnp.maximum(state.mu + change, 0.0), loss, jnp.where(lower, 0, falls)
+        # Where noise hides a round without clients, its aggregate has no loss.
+        mu, loss, falls = tree.select(info.num_aggregated > 0, seen, (state.mu, state.loss, state.falls))
+        return super().server_update(state, movement, info)._replace(mu=mu, loss=loss, falls=falls)

@@ -35,6 +35,7 @@ from fedsim.aggregators import Aggregator, AuxMean, Sum, WithAux
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._domains import STEPS, by_domain, check_domains
 from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._local_training import Local
 from fedsim.data import Batch, FederatedData
 from fedsim.metrics import divide
 from fedsim.model import Params, scope_of
@@ -143,9 +144,21 @@ class AgnosticFedAvg(FedAvg):
         counts = jnp.where(present, counts, jnp.maximum(of_others, 1 / self.window))
         return AgnosticShared(state.params, state.round, state.weights / counts)
 
+    def train(self, shared: AgnosticShared, client: Client) -> Local:
+        scaled, _, _ = self._scaled(shared, client)
+        return super().train(scaled, client)
+
     def client_update(self, shared: AgnosticShared, client: Client) -> ClientUpdate:
         training = self.local_training(shared, client)
         training.check_not_private(type(self).__name__, "the losses of domains that its clients send have no noise")
+        scaled, beta, losses = self._scaled(shared, client)
+        local = super().train(scaled, client)
+        movement = tree.scale(tree.subtract(shared.params, local.params), beta)
+        update = WithAux(movement, (beta, losses))
+        return ClientUpdate(update, jnp.float32(1), {"loss": local.loss.result()}, parts=local.parts)
+
+    def _scaled(self, shared: AgnosticShared, client: Client) -> tuple[AgnosticShared, jax.Array, metrics.Mean]:
+        """Returns what a client trains with, whose α is multiplied by n_k / β_k, and β_k and the losses of its domains."""
 
         def add(losses: tree.Total, batch: Batch) -> tree.Total:
             with scope_of(client.parts, batch.mask):
@@ -156,10 +169,7 @@ class AgnosticFedAvg(FedAvg):
         none = tree.Total.of(metrics.Mean(zeros, zeros))
         losses = client.for_each_batch(self.batches.one_pass(), add, none, "preview").value()
         beta = jnp.vdot(shared.alpha, losses.weight)
-        scaled = shared._replace(alpha=shared.alpha * divide(client.num_examples, beta))
-        result = super().client_update(scaled, client)
-        update = WithAux(tree.scale(result.update, beta), (beta, losses))
-        return ClientUpdate(update, jnp.float32(1), result.info, parts=result.parts)
+        return shared._replace(alpha=shared.alpha * divide(client.num_examples, beta)), beta, losses
 
     def client_loss(self, shared: AgnosticShared, params: Params, batch: Batch) -> jax.Array:
         return metrics.masked_mean(self._losses(params, batch) * shared.alpha[batch.examples[self.domain]], batch.mask)

@@ -144,6 +144,10 @@ class DiLoCo(OuterNesterov, FedAvg):
     def client_memory(self, shared: Any) -> Worker:
         return Worker.new(self, shared, shared.params)
 
+    def train(self, shared: Any, client: Client) -> Local:
+        local, _ = client.memory.run(self.local_training(shared, client), client, shared.params)
+        return local
+
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         local, worker = client.memory.run(self.local_training(shared, client), client, shared.params)
         movement = tree.subtract(shared.params, local.params)

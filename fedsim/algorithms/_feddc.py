@@ -123,7 +123,9 @@ class FedDC(FedAvg):
 
     def server_update(self, state: FedDCState, update: Any, info: RoundInfo) -> FedDCState:
         mean = _changed(state.mean, update, self.participation(info))
-        return super().server_update(state, tree.subtract(update[0], mean.drift), info)._replace(mean=mean)
+        # Without an update there is no mean of the θ_i that the drift corrects.
+        correction = tree.scale(mean.drift, info.num_aggregated >= self.aggregator.fewest_clients)
+        return super().server_update(state, tree.subtract(update[0], correction), info)._replace(mean=mean)
 
     def check(self, data: FederatedData) -> None:
         super().check(data)

@@ -111,4 +111,6 @@ class FedDyn(FedAvg):
 
     def server_update(self, state: FedDynState, update: Params, info: RoundInfo) -> FedDynState:
         h = tree.add(state.h, tree.scale(update, self.alpha * self.participation(info)))
-        return super().server_update(state, tree.add(update, tree.scale(h, 1 / self.alpha)), info)._replace(h=h)
+        # Without an update there is no mean of the θ_k that contains the clients' part of h / α.
+        shift = jnp.where(info.num_aggregated >= self.aggregator.fewest_clients, 1 / self.alpha, 0)
+        return super().server_update(state, tree.add(update, tree.scale(h, shift)), info)._replace(h=h)

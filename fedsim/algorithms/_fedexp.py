@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.aggregators import AuxMean, Memory, Sent, Update, WithAux, WithHistory
+from fedsim.aggregators import AuxMean, Memory, Sent, Update, WithAux, WithHistory, WithShortness
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
@@ -34,7 +34,7 @@ class SquaredNormMean(AuxMean):
     def send(self, update: WithAux, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
         sent = super().send(update, server_memory, memory, key)
         received: Update = sent.update.update
-        own = received.update if isinstance(received, WithHistory) else received
+        own = received.update if isinstance(received, WithHistory | WithShortness) else received
         return sent._replace(update=WithAux(received, tree.squared_norm(own)))
 
 

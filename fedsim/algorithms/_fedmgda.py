@@ -27,11 +27,11 @@ class FedMGDA(FedAvg):
     Attributes:
       aggregator: `fedsim.aggregators.MinNorm`, or an aggregator that contains it.
       epsilon: how much a client's share in the combination may differ from its share by weight, in [0, 1]. None uses the value
-        of the aggregator, 0.1 by default.
+        of the aggregator, 0.1 by default. A number replaces that of a `MinNorm`.
       model, batches, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: ``epsilon`` is not in ``[0, 1]``, or is also set in ``aggregator``.
+      ValueError: ``epsilon`` is not in ``[0, 1]``, or is given with an aggregator that contains a `MinNorm`.
 
     >>> import optax, fedsim
     >>> FedMGDA(

@@ -35,7 +35,7 @@ from fedsim import tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._descent import check_needs_no_loss, constants
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._local_training import LocalTraining, optimizer_of_round
+from fedsim.algorithms._local_training import Local, LocalTraining, optimizer_of_round
 from fedsim.algorithms._server_step import ServerState
 from fedsim.data import Batch, FederatedData
 from fedsim.model import Params
@@ -139,7 +139,7 @@ class Mime(FedAvg):
       model, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: see `MimeLite`.
+      ValueError: see `MimeLite`. In `fedsim.evaluate_personalized`: it is ``fine_tune``.
 
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
@@ -187,6 +187,14 @@ class Mime(FedAvg):
 
         corrected = dataclasses.replace(training, gradient=gradient, objective=training.step_value, terms=())
         return imitating(corrected, shared.statistics)
+
+    def train(self, shared: MimeShared, client: Client) -> Local:
+        if shared.gradient == ():
+            raise ValueError(
+                "The local steps of Mime need the cohort's gradient, which the server has only within a round, so that Mime "
+                "cannot be fine_tune: use MimeLite or FedAvg."
+            )
+        return super().train(shared, client)
 
     def server_update(self, state: MimeState, update: Any, info: RoundInfo) -> MimeState:
         movement, gradient = update

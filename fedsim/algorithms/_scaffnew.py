@@ -115,7 +115,8 @@ class Scaffnew(FedAvg):
         sent = Shared(mean, state.round)
         _, whole = clients.aggregate(self.communicated, sent, name="control", aggregator=Mean(), trains=False)
         # Bits and dropped clients are those of both calls, the rest is that of the call that trains.
-        trained = {name: info.clients[name] for name in ("loss", "weight", "update_norm") if name in info.clients}
+        of_both = ("bits_up", "bits_down", "entropy_bits_up", "dropped")
+        trained = {name: x for name, x in info.clients.items() if name not in of_both}
         return after, whole._replace(clients={**whole.clients, **trained}, num_aggregated=info.num_aggregated)
 
     def check(self, data: FederatedData) -> None:

@@ -21,7 +21,7 @@ import dataclasses
 import fnmatch
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -209,6 +209,9 @@ class StreamingDiLoCo(OuterNesterov, FedAvg):
         ),
     )
 
+    # Its workers go on from parameters of their own, and not in one loop of steps from those of the server.
+    train: ClassVar[Any] = None
+
     fragments: int = 1
     fragment_names: Sequence[str | Sequence[str]] | None = None
     strided: bool = False
@@ -263,17 +266,21 @@ class StreamingDiLoCo(OuterNesterov, FedAvg):
         return StreamingWorker(params, params, Worker.new(self, shared, params), jnp.int32(-1))
 
     def round(self, state: ServerState, clients: Clients) -> tuple[ServerState, Any]:
-        before, loss = state, jnp.float32(0)
+        before, loss, squared_norms = state, jnp.float32(0), jnp.float32(0)
         for number, fragment in enumerate(self._fragments):
             # Workers have the other fragments from earlier rounds.
             update = functools.partial(self.synchronize, number, state.params)
             gradient, info = clients.aggregate(update, Shared(self._fragments[number - 1].take(state.params), before.round))
             own = ServerState(fragment.take(state.params), state.opt_state[number], before.round)
-            own = tree.select(info.num_aggregated > 0, after_step(own, gradient, self.server_optimizer), own)
+            own = tree.select(
+                self.aggregator.acts_on(info.num_aggregated), after_step(own, gradient, self.server_optimizer), own
+            )
             opt_states = (*state.opt_state[:number], own.opt_state, *state.opt_state[number + 1 :])
             state = ServerState(fragment.put(state.params, own.params), opt_states, before.round + 1)
             loss = loss + info.clients["loss"]
-        return state, info._replace(clients={**info.clients, "loss": loss})
+            squared_norms = squared_norms + jnp.square(info.clients["update_norm"]) if self.update_norms else squared_norms
+        norms = {"update_norm": tree.root(squared_norms)} if self.update_norms else {}
+        return state, info._replace(clients={**info.clients, **norms, "loss": loss})
 
     def synchronize(self, number: int, current: Params, shared: Shared, client: Client) -> ClientUpdate:
         """Trains until fragment ``number`` is due and sends it. ``current`` are the server's parameters."""

@@ -90,10 +90,11 @@ def evaluate_personalized(
       clients.
 
     Raises:
-      ValueError: the algorithm has no parameters per client, the state belongs to another population or algorithm, the data
-        does not fit the model, labels of ``test`` are hidden, or some of ``train`` and one of the algorithms needs all,
-        an argument has the wrong type, or a metric does not return one entry per example; with ``recalibrate``, the model has
-        no running statistics, has some that are no averages over batches, or does not leave out the padding of partial batches.
+      ValueError: the algorithm has no parameters per client, ``fine_tune`` has no local steps outside of a round, the state
+        belongs to another population or algorithm, the data does not fit the model, labels of ``test`` are hidden, or some of
+        ``train`` and one of the algorithms needs all, an argument has the wrong type, or a metric does not return one entry per
+        example; with ``recalibrate``, the model has no running statistics, has some that are no averages over batches, or does
+        not leave out the padding of partial batches.
 
     >>> import optax, fedsim
     >>> data = FederatedData.from_arrays(

@@ -51,7 +51,8 @@ class Execution:
     Guarantees:
       - A cohort gives the same result with any number of devices and slots, up to the order of floating-point sums.
       - Cohorts of similar numbers of clients share one compiled program, whatever the clients' sizes.
-      - A cohort without clients leaves the state unchanged, bit for bit.
+      - A cohort without clients leaves the state unchanged, bit for bit, unless the aggregator acts nevertheless, see
+        `fedsim.aggregators.Aggregator.acts_on`.
 
     A new way of running clients, see `fedsim.execution.run_round`:
 

@@ -117,11 +117,12 @@ def _report_idle(algorithm: FederatedAlgorithm, info: RoundInfo, cohorts: Sequen
 
 def _report_hidden(algorithm: FederatedAlgorithm, round: int, count: int) -> None:
     aggregator = algorithm.aggregator.innermost
+    outcome = "the server's state is unchanged" if aggregator.skips_empty_rounds else "the aggregate was 0"
     _warn_once(
         algorithm,
         "reported hidden",
         f"In round {round}, {count} client(s) sent an update, fewer than minimum={aggregator.fewest_clients} of "
-        f"{type(aggregator).__name__}, so their sum was not revealed and the aggregate was 0. Unless such rounds are rare, "
+        f"{type(aggregator).__name__}, so their sum was not revealed and {outcome}. Unless such rounds are rare, "
         "sample more clients with examples, or give a smaller minimum. This warning is shown once.",
     )
 

@@ -177,7 +177,8 @@ class RoundInfo(NamedTuple):
         - everything in the algorithm's ``ClientUpdate.info``.
 
       num_dropped: ``int32 []``, clients whose update held a NaN or an infinity and did not reach the server.
-      num_aggregated: ``int32 []``, clients whose update counts. If it is 0, the round leaves the state unchanged.
+      num_aggregated: ``int32 []``, clients whose update counts. If it is 0, the round leaves the state unchanged,
+        unless the aggregator acts nevertheless, see `fedsim.aggregators.Aggregator.acts_on`.
       num_clients: ``int32 []``, clients of the cohort.
       num_population: ``int32 []``, clients of the population that have examples.
       population_examples: ``int32 []``, examples of the population.

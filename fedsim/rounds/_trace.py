@@ -327,8 +327,8 @@ def trace_round(
 def finished(
     algorithm: FederatedAlgorithm, before: State, average: Any, clients: Clients, server: State, info: Any
 ) -> FederatedState:
-    """Returns the state after a round, without the clients' memories. If no update counts, it is the state before the round,
-    unless the aggregator acts nevertheless.
+    """Returns the state after a round, without the clients' memories. If no update counts, or fewer than those whose sum the
+    server sees, it is the state before the round, unless the aggregator acts nevertheless.
 
     Args:
       algorithm: whose round it is.
@@ -380,7 +380,7 @@ def finished(
     )
     if isinstance(info, RoundInfo) and algorithm.aggregator.innermost.skips_empty_rounds:
         kept = clients.before._replace(server=before, average=average, past=(), parts=clients.parts)
-        after = tree.select(info.num_aggregated > 0, after, kept)
+        after = tree.select(algorithm.aggregator.acts_on(info.num_aggregated), after, kept)
     return after._replace(past=clients.past)
 
 

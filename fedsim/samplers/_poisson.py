@@ -23,8 +23,8 @@ _OVERFLOW = 1e-12
 class PoissonSampler(SeededSampler):
     """Selects every client independently with the same probability, so the cohort size varies.
 
-    A cohort may be empty; the round then changes nothing. A cohort is never truncated, because that would invalidate the
-    privacy accounting.
+    A cohort may be empty; the round then changes nothing, unless the aggregator acts nevertheless, as a mechanism of
+    differential privacy does. A cohort is never truncated, because that would invalidate the privacy accounting.
 
     Args:
       data: the population.

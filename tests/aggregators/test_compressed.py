@@ -11,7 +11,7 @@ import pytest
 
 import fedsim
 from fedsim import rng, tree
-from fedsim.aggregators import Clipped, Compressed, CoordinateMedian, LocallyNoised, Mean
+from fedsim.aggregators import Clipped, Compressed, CoordinateMedian, Grouped, LocallyNoised, Mean, Member
 from fedsim.compressors import Cast, Drive, Eden, ErrorFeedback, Identity, MagnitudePruning, PowerSGD, TopK
 from fedsim.rounds._call import send_down
 
@@ -102,6 +102,16 @@ def test_error_feedback_over_rounds_by_hand():
         by_hand = by_hand._replace(params=tree.subtract(by_hand.params, total))
         state, _ = compressed.apply(state, cohort)
         federation.assert_trees_close(state.params, by_hand.params)
+
+
+def test_error_feedback_of_one_group_is_not_sent_to_another():
+    grouped = Grouped(groups=2, inner=Compressed(ErrorFeedback(TopK(fraction=0.5))))
+    memory, received = grouped.client_memory(Member(jnp.int32(0), jnp.zeros(2))), []
+    for group, update in ((0, [3.0, 2.0]), (1, [0.0, 0.1]), (0, [0.0, 0.5])):
+        sent = grouped.send(Member(jnp.int32(group), jnp.array(update)), (), memory, jax.random.key(0))
+        memory = sent.memory
+        received.append((int(sent.update.group), sent.update.update.tolist()))
+    assert received == [(0, [3.0, 0.0]), (1, [0.0, pytest.approx(0.1)]), (0, [0.0, 2.5])]
 
 
 @functools.cache

@@ -89,6 +89,17 @@ def test_one_worker_whose_server_adds_its_movement_trains_centrally_whatever_the
     federation.assert_trees_close(few.server.params, many.server.params)
 
 
+def test_fine_tuning_is_the_next_round_of_a_worker():
+    """It continues with the state of its optimizer and with the examples where it has stopped."""
+    algorithm = diloco(client_optimizer=optax.sgd(0.1, momentum=0.9), server_learning_rate=1.0, momentum=0.0)
+    population = federation.data(sizes=(7,))
+    before, _ = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(population))
+    after, _ = algorithm.apply(before, federation.cohort(population, round=1))
+    expected = fedsim.evaluate(algorithm.model, after.params, population).overall["loss"]
+    found = fedsim.evaluate_personalized(algorithm, before, population, population, fine_tune=algorithm).overall["loss"]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_the_order_of_examples_continues_in_any_execution():
     population = federation.data(sizes=(7, 0, 5))
@@ -128,6 +139,24 @@ def network_loss(params, x, y):
 
 
 STREAMING = {"model": network(), "batches": fedsim.Batches(size=4, steps=8), "delay": 2, "alpha": 0.25}
+
+
+def test_the_norm_of_an_update_in_fragments_is_that_of_all_fragments():
+    """A server that takes the parameters of its only worker moves by each fragment's update."""
+    algorithm = diloco(
+        fedsim.algorithms.StreamingDiLoCo,
+        client_optimizer=optax.sgd(0.1),
+        fragment_names=["linear/w", "linear/b"],
+        server_learning_rate=1.0,
+        momentum=0.0,
+        update_norms=True,
+    )
+    start = algorithm.init(jax.random.key(1))
+    state, info = algorithm.apply(start, federation.cohort(federation.data(sizes=(7,))))
+    moved = fedsim.tree.subtract(state.params, start.params)["linear"]
+    parts = [float(np.sum(np.square(moved[name]))) for name in ("w", "b")]
+    assert info.clients["update_norm"].tolist() == [pytest.approx(np.sqrt(sum(parts)), rel=1e-5)]
+    assert min(parts) > 1e-4
 
 
 @pytest.mark.slow
@@ -225,3 +254,13 @@ def test_fragments_in_any_execution_and_of_workers_that_were_absent():
 def test_what_cannot_be_synchronized_in_fragments_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         diloco(fedsim.algorithms.StreamingDiLoCo, **STREAMING | {"fragments": 2} | options)
+
+
+def test_fragments_of_a_round_without_workers_have_noise_where_it_hides_that():
+    mechanism = fedsim.aggregators.GaussianMechanism(1.0, clip=1.0, denominator=2)
+    algorithm = diloco(fedsim.algorithms.StreamingDiLoCo, client_optimizer=optax.sgd(0.1), aggregator=mechanism)
+    start = algorithm.init(jax.random.key(1))
+    empty = fedsim.Cohort(federation.data(), np.zeros(0, np.int32), 0, jax.random.key(0), slots=2)
+    state, info = algorithm.apply(start, empty)
+    assert int(info.num_aggregated) == 0
+    assert np.abs(state.params["linear"]["w"] - start.params["linear"]["w"]).max() > 0.1

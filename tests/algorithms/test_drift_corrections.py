@@ -23,7 +23,7 @@ from linear_models import (
 )
 
 import fedsim
-from fedsim.algorithms import FedAvg, FedCM, FedDC, FedExP, FedNova, FedSAM, Scaffnew
+from fedsim.algorithms import FedAvg, FedCM, FedDC, FedDyn, FedExP, FedNova, FedSAM, Scaffnew
 
 POPULATION = np.count_nonzero(federation.data().sizes)
 
@@ -65,6 +65,18 @@ def test_fedexp_takes_a_single_update_as_it_arrives():
     state, info = algorithm.apply(start, dataclasses.replace(federation.cohort(population), **attack))
     assert np.linalg.norm(theta(state) - theta(start)) == pytest.approx(0.01, rel=1e-4)
     assert info.clients["bits_up"].tolist() == [32 * (3 * 4 + 4 + 1)]
+
+
+def test_fedexp_takes_norms_of_updates_without_what_is_sent_beside_them():
+    """An adaptive norm that clips nothing changes nothing, though clients send whether their update was short."""
+    aggregators, ends = fedsim.aggregators, []
+    for clip in (1e3, aggregators.AdaptiveClip(start=1e3)):
+        mechanism = aggregators.GaussianMechanism(0.0, clip=clip, denominator=4)
+        some = settings(client_optimizer=optax.sgd(1e-3))
+        algorithm = FedExP(epsilon=1e-6, weighting="uniform", aggregator=mechanism, **some)
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(federation.data()))
+        ends.append(theta(state))
+    np.testing.assert_allclose(*ends, rtol=1e-6)
 
 
 @pytest.mark.first(1)
@@ -125,6 +137,18 @@ def test_feddc_follows_algorithm_1(weighting):
         mean_drift, mean_last = mean_drift + share * mean_move, mean_last + share * mean_change
         x = x + mean_move + mean_drift
     assert_close(end, x)
+
+
+@pytest.mark.parametrize("cls", [FedDyn, FedDC])
+def test_a_round_without_clients_moves_nothing_if_its_noise_is_zero(cls):
+    """Its aggregator acts nevertheless, and there are no clients whose movements the server's correction would undo."""
+    mechanism = fedsim.aggregators.GaussianMechanism(0.0, clip=100.0, denominator=4)
+    algorithm, population = cls(aggregator=mechanism, **settings()), federation.data()
+    before, _ = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(population))
+    empty = fedsim.Cohort(population, np.zeros(0, np.int32), 1, jax.random.key(0), slots=population.num_clients)
+    after, _ = algorithm.apply(before, empty)
+    federation.assert_trees_equal(jax.device_get(after.params), jax.device_get(before.params))
+    assert_differ(theta(algorithm.apply(before, federation.cohort(population, round=1))[0]), theta(before))
 
 
 def test_fedsam_follows_algorithm_1():
@@ -211,6 +235,17 @@ def test_scaffnew_adds_the_bits_of_both_calls():
     assert info.clients["bits_up"].tolist() == (32 * (parameters + 1) * took_part).tolist()  # and a number
     assert info.clients["bits_down"].tolist() == (32 * (2 * parameters + 2) * took_part).tolist()  # and the round, twice
     assert (np.asarray(info.clients["loss"]) > 0).tolist() == took_part.tolist()
+
+
+def test_scaffnew_reports_what_its_clients_report_when_they_train():
+    class Reporting(Scaffnew):
+        def client_update(self, shared, client):
+            result = super().client_update(shared, client)
+            return result._replace(info={**result.info, "examples": client.num_examples})
+
+    cohort, algorithm = federation.cohort(), Reporting(**settings())
+    _, info = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+    assert info.clients["examples"].tolist() == cohort.sizes.tolist()
 
 
 def test_the_norms_of_scaffnew_s_updates_are_those_of_the_call_that_trains():

@@ -50,6 +50,16 @@ def test_adaptive_fedprox_changes_mu_with_the_loss(count, patience):
     assert_close(theta(state), x)
 
 
+def test_adaptive_fedprox_keeps_mu_in_a_round_without_clients_that_noise_hides():
+    mechanism, population = fedsim.aggregators.GaussianMechanism(0.0, clip=9.0, denominator=8), federation.data()
+    algorithm = AdaptiveFedProx(mu=0.15, aggregator=mechanism, weighting="uniform", **settings())
+    before, _ = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(population))
+    empty = fedsim.Cohort(population, np.zeros(0, np.int32), 1, jax.random.key(0), slots=population.num_clients)
+    after, _ = algorithm.apply(before, empty)
+    assert (float(after.mu), float(after.loss), int(after.falls)) == (float(before.mu), float(before.loss), 0)
+    assert float(before.loss) > 0.5
+
+
 @pytest.mark.slow
 def test_fedprox_and_adaptive_fedprox_with_mu_zero_are_fedavg():
     fedavg = run(FedAvg(**settings()), cohorts())[1]

@@ -217,6 +217,19 @@ def test_fine_tuning_by_q_fedavg_is_that_by_fedavg():
 
 
 @pytest.mark.slow
+def test_fine_tuning_by_agnostic_fedavg_of_one_domain_is_that_by_fedavg():
+    """Steps have the usual size, whatever the number of examples of the domain in a round."""
+    plain, test = federation.data(), test_data()
+    domain = np.zeros(len(plain.columns["y"]), np.int32)
+    train = fedsim.FederatedData(dict(plain.columns) | {"domain": domain}, plain.offsets, plain.client_ids)
+    tuning = {"batches": TUNING, "client_optimizer": optax.sgd(0.2)}
+    algorithm = make(algorithms.AgnosticFedAvg, num_domains=1, **tuning)
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(1)), fedsim.Cohort.of(train, train.client_ids[:3]))
+    found = fedsim.evaluate_personalized(algorithm, state, train, test, fine_tune=algorithm)
+    assert_same(found, by_hand(algorithm.model, lambda client_id: fine_tuned(state.params, client_id), test))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [algorithms.SCAFFOLD, algorithms.FedAvg])
 def test_fine_tuning_by_scaffold(cls):
     """With the algorithm's own class it uses the control variates of server and client; otherwise it is in its first round."""
@@ -376,6 +389,14 @@ def test_errors_for_what_cannot_be_evaluated():
         fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=make(algorithms.IFCA))
     with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm with train, .*Ditto"):
         fedsim.evaluate_personalized(make(), trained(make()), data, data, fine_tune=make())
+    streaming = make(algorithms.StreamingDiLoCo)
+    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm with train, .*StreamingDiLoCo"):
+        fedsim.evaluate_personalized(streaming, streaming.init(jax.random.key(0)), data, data, fine_tune=streaming)
+    mime = make(algorithms.Mime)
+    for algorithm in (fedavg, mime):
+        start = algorithm.init(jax.random.key(0))
+        with pytest.raises(ValueError, match="Mime cannot be fine_tune: use MimeLite or FedAvg"):
+            fedsim.evaluate_personalized(algorithm, start, data, data, fine_tune=mime)
     with pytest.raises(ValueError, match="Expected batch_size >= 1, or None, got batch_size=0"):
         fedsim.evaluate_personalized(make(), state, data, data, batch_size=0)
     with pytest.raises(ValueError, match="trained on a population of 8 clients, and train has 2"):

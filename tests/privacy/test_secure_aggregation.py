@@ -188,6 +188,23 @@ def fedavg(aggregator, execution):
     )
 
 
+@pytest.mark.filterwarnings("ignore:In round 1, 2 client")
+def test_a_round_with_fewer_clients_than_the_minimum_leaves_the_server_as_it_is():
+    """The sum that the server does not see is no update of 0, of which FedDyn's parameters would move."""
+    algorithm = fedsim.algorithms.FedDyn(
+        model=federation.model(),
+        client_optimizer=optax.sgd(0.1),
+        batches=fedsim.Batches(size=4),
+        aggregator=Clipped(1.0, inner=SecureMean(max_weight=1.0, minimum=3)),
+    )
+    data = federation.data()
+    before, _ = algorithm.apply(algorithm.init(KEY), fedsim.Cohort(data, np.array([0, 1, 2, 6]), 0, KEY))
+    after, info = algorithm.apply(before, fedsim.Cohort(data, np.array([0, 2]), 1, KEY, slots=4))
+    assert int(info.num_aggregated) == 2
+    federation.assert_trees_equal(after.server, before.server)
+    assert np.abs(before.server.h["linear"]["w"]).max() > 1e-5
+
+
 def test_the_parameters_have_the_same_bits_on_any_number_of_devices():
     """Sums of floats depend on their order, and so on the number of devices; sums of integers do not."""
     states = []
