@@ -47,15 +47,17 @@ class SecureMean(SumAggregator):
     `fedsim.privacy.SecureAggregation` reports. A robust aggregator such as `Krum` needs single updates, so it cannot be
     combined with secure aggregation. Bounds that clients enforce can: ``Clipped(1.0, inner=SecureMean(max_weight=1.0))``.
 
+    What clients keep follows their updates before this clipping and rounding, also in a round whose sum is not revealed. So
+    sums that are kept at clients and at the server, as in SCAFFOLD, FedDyn and FedDC, differ by what is clipped or not revealed.
+
     Attributes:
       max_weight: largest weight of a client, positive; larger ones are clipped. Give 1 for ``weighting="uniform"``, and for
         weights by examples the number of examples above which a client counts no more.
       clip: largest absolute value of a coordinate of an update, positive.
       bits: size of a client's integers, at least 2 and at most 24, the precision of float32.
       modulus_bits: size of the integers that are sent, from ``bits`` to 32.
-      minimum: fewest clients whose sum the protocol reveals, at least 2. A round with fewer clients leaves the
-        server's state unchanged, as a round without clients does; its info has ``num_aggregated``. Its clients keep what they
-        have computed, so sums that are kept at clients and at the server, as in SCAFFOLD, FedDyn and FedDC, differ then.
+      minimum: fewest clients whose sum the protocol reveals, at least 2. A round with fewer clients leaves the server's state
+        unchanged, as a round without clients does; its info has ``num_aggregated``.
 
     Raises:
       ValueError: an attribute is out of its range. Before the first round: an update has leaves that are not floats, the cohort
