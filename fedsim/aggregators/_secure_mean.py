@@ -48,7 +48,7 @@ class SecureMean(SumAggregator):
     combined with secure aggregation. Bounds that clients enforce can: ``Clipped(1.0, inner=SecureMean(max_weight=1.0))``.
 
     What clients keep follows their updates before this clipping and rounding, also in a round whose sum is not revealed. So
-    sums that are kept at clients and at the server, as in SCAFFOLD, FedDyn and FedDC, differ by what is clipped or not revealed.
+    sums that are kept at clients and at the server, as in SCAFFOLD, FedDyn and FedDC, differ by what is clipped or hidden.
 
     Attributes:
       max_weight: largest weight of a client, positive; larger ones are clipped. Give 1 for ``weighting="uniform"``, and for
