@@ -77,8 +77,8 @@ class Aggregator:
         >>> Mean().acts_on(0), Mean().acts_on(1)
         (False, True)
         """
-        inner = self.innermost
-        return num_aggregated >= (inner.fewest_clients if inner.skips_empty_rounds else 0)
+        # Where it always does, the number, which is private, must not be read.
+        return num_aggregated >= self.innermost.fewest_clients if self.innermost.skips_empty_rounds else True
 
     @property
     def sends_unchanged(self) -> bool:

@@ -139,7 +139,7 @@ class Mime(FedAvg):
       model, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: see `MimeLite`. In `fedsim.evaluate_personalized`: it is ``fine_tune``.
+      ValueError: see `MimeLite`; or it is given as ``fine_tune`` to `fedsim.evaluate_personalized`.
 
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays(

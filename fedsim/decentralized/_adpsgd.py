@@ -137,8 +137,8 @@ class FinishingNodes:
         checks.instance(Devices, "fedsim.systems.Devices(seconds_per_step=1.0)", or_none=True, devices=devices)
         if not batches.num_steps(data.sizes).any():
             raise ValueError(
-                "No node takes a step, so none would ever finish: give data with examples, and smaller batches with "
-                "drop_remainder."
+                "No node takes a step, so none would ever finish: give data with examples; with drop_remainder=True, also "
+                "batches that are no larger than a node's data."
             )
         self.data, self.clients, self.key = data, min(per_round, data.num_clients), rng.root(seed)
         self.batches, self.devices = batches, devices or Devices()

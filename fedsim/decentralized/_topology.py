@@ -17,7 +17,8 @@ class Topology:
 
     An edge of a directed graph is a message from its first node to its second one; an edge of an undirected graph is one in
     each direction. Edges may have a ``weight``, the factor with which the receiver takes the message. In that case all of
-    the graph's edges need one, and a node keeps the rest, 1 minus the sum of its weights, of its own value.
+    the graph's edges need one, and a node keeps the rest, 1 minus the sum of its weights, of its own value. An edge of weight 0
+    is no message, and is removed.
 
     Attributes:
       graphs: networkx graphs with the same nodes.
@@ -43,6 +44,7 @@ class Topology:
             raise ValueError("Expected graphs with one edge between two nodes, got a multigraph: give networkx.Graph(graph).")
         if not self.graphs:
             raise ValueError("Expected at least one graph, got graphs=[]: give [networkx.cycle_graph(8)], for example.")
+        object.__setattr__(self, "graphs", [_without_zeros(graph) for graph in self.graphs])
         nodes = set(range(len(self.graphs[0])))
         union = nx.DiGraph()
         union.add_nodes_from(nodes)
@@ -140,7 +142,14 @@ class Topology:
             raise ValueError(f"Expected a weight in [0, 1] for every edge of {self.name!r} or for none, but {what}.")
 
 
+def _without_zeros(graph: nx.Graph) -> nx.Graph:
+    zeros = [edge for edge, weight in nx.get_edge_attributes(graph, "weight").items() if weight == 0]
+    if zeros:
+        graph = graph.copy()
+        graph.remove_edges_from(zeros)
+    return graph
+
+
 def _messages(graph: nx.Graph) -> list[tuple[int, int]]:
-    """Returns the pairs of different nodes of which the first one sends to the second one; a weight of 0 is no message."""
-    edges = graph.to_directed().edges(data="weight", default=1)
-    return [(first, second) for first, second, weight in edges if first != second and weight]
+    """Returns the pairs of different nodes of which the first one sends to the second one."""
+    return [(first, second) for first, second in graph.to_directed().edges if first != second]

@@ -81,7 +81,7 @@ _SHARES = """\
 Every node loads the dataset, and keeps the clients whose position modulo the number of nodes is its number. `data="DIR"` in
    the node's configuration says where the dataset's files are, if they are not downloaded."""
 _FILES = """\
-The SuperLink's machine needs, at the same places as the machine on which this app was written: {places}.
+These files must be on the SuperLink's machine, under the same paths as where this app was written: {places}.
 
 """
 _OWN = "`data` is the node's own data: a packed file, or a folder with the dataset's files."
@@ -150,7 +150,11 @@ def write_app(
         code = f"from pathlib import Path\n\nfrom {origin} import {side}_app\n\napp = {side}_app({file})\n"
         (package / f"{side}.py").write_text(code, encoding="utf-8")
     number = "partition-id=0"
-    places = [f"`{unpinned(place)}` ({name})" for name in ("data", "init_from") if (place := getattr(config, name))]
+    places = [
+        f"`{unpinned(place)}` (--{name.replace('_', '-')})"
+        for name in ("data", "init_from")
+        if (place := getattr(config, name))
+    ]
     text = _README.format(
         title=f"{config.algorithm} on {config.dataset}",
         nodes=nodes,

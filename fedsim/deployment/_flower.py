@@ -12,6 +12,7 @@ from fedsim.deployment._encoding import decode
 from fedsim.deployment._nodes import WHO, Blobs, NodeError, Nodes, Received
 
 _POLL_SECONDS = 0.1
+_MORE_SECONDS = 3.0  # for the numbers of nodes beyond those that a run needs
 
 
 class FlowerNodes(Nodes):
@@ -145,7 +146,8 @@ class FlowerNodes(Nodes):
         met: dict[str, dict[str, Any]] = {}
         errors: list[str] = []
         numbers: list[int] = []
-        while numbers != list(range(self.count)) and len(set(numbers)) == len(numbers):
+        until: float | None = None
+        while len(set(numbers)) == len(numbers) and (until is None or time.monotonic() < until):
             self._ask_others(set())
             if not self._asked:
                 break
@@ -159,6 +161,8 @@ class FlowerNodes(Nodes):
             numbers = sorted(facts["node"] for facts in met.values())
             if not replies:
                 time.sleep(_POLL_SECONDS)
+            if numbers == list(range(self.count)) and until is None:  # Others may have a number that another one has.
+                until = time.monotonic() + _MORE_SECONDS
         self._asked = {}
         if len(set(numbers)) < self.count and errors:
             raise NodeError(f"A node did not answer: {errors[0]}.")

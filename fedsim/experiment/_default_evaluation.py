@@ -15,7 +15,6 @@ from fedsim.evaluation import Evaluation, evaluate_personalized
 from fedsim.evaluation import evaluate as evaluate_model
 from fedsim.execution import Jit
 from fedsim.model import keeps_parts
-from fedsim.rounds import server_state
 from fedsim.samplers import Arriving, Sampler
 
 State = Any
@@ -49,7 +48,7 @@ def default_evaluation(
       like: a state of the algorithm, of arrays or ``jax.ShapeDtypeStruct``.
       name: of the data, for error messages.
       sampler: that of the run, which may also be given with a state. If examples arrive (`Arriving`), personal models are those
-        by the examples of the last round.
+        by the examples of the last round, so the evaluation needs the number of finished rounds.
 
     Raises:
       ValueError: the algorithm cannot be evaluated, or the data has no examples or does not fit the model.
@@ -70,7 +69,7 @@ def default_evaluation(
         )
     own, model = getattr(algorithm, "evaluate", None), getattr(algorithm, "model", None)
     if own is not None:
-        return lambda state, sampler=None: own(state, data)
+        return lambda state, finished=0, sampler=None: own(state, data)
     params = jax.eval_shape(lambda state: getattr(state, "params", None), like)
     if model is None or params is None:
         raise ValueError(
@@ -81,12 +80,12 @@ def default_evaluation(
     execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()
     shapes = [[leaf.shape for leaf in jax.tree.leaves(of)] for of in (params, jax.eval_shape(model.init_whole, rng.root(0)))]
 
-    def evaluation(state: State, sampler: Sampler | None = sampler) -> Evaluation:
+    def evaluation(state: State, finished: int = 0, sampler: Sampler | None = sampler) -> Evaluation:
         # A server with only a part of the model, or with several models, has no model of its own to evaluate.
         whole = evaluate_model(model, state.params, data, execution=execution) if shapes[0] == shapes[1] else Evaluation({}, {})
         if not is_personal(algorithm):
             return whole
-        own = evaluate_personalized(algorithm, state, train, data, execution=execution, rows=_rows(sampler, state))
+        own = evaluate_personalized(algorithm, state, train, data, execution=execution, rows=_rows(sampler, finished))
         overall = whole.overall | {f"personal_{name}": value for name, value in own.overall.items()}
         return Evaluation(overall, whole.clients | {f"personal_{name}": mean for name, mean in own.clients.items()})
 
@@ -98,16 +97,20 @@ def default_evaluation(
     return evaluation
 
 
-def _rows(sampler: Any, state: State) -> np.ndarray | None:
-    """Returns which examples all clients have had in the last round before a state; None for all of them."""
+def metric_names(algorithm: Algorithm, like: State) -> list[str] | None:
+    """Returns the names of the metrics in the run's evaluations of such states; None if the algorithm evaluates itself."""
+    model: Any = getattr(algorithm, "model", None)
+    if hasattr(algorithm, "evaluate") or model is None:
+        return None
+    shapes = [[x.shape for x in jax.tree.leaves(of)] for of in (like.params, jax.eval_shape(model.init_whole, rng.root(0)))]
+    whole = list(model.metrics) if shapes[0] == shapes[1] else []
+    return whole + [f"personal_{name}" for name in model.metrics if is_personal(algorithm)]
+
+
+def _rows(sampler: Any, finished: int) -> np.ndarray | None:
+    """Returns which examples all clients have had in the last finished round; None for all of them."""
     while sampler is not None and not isinstance(sampler, Arriving):
         sampler = getattr(sampler, "sampler", None)
     if sampler is None:
         return None
-    finished = getattr(server_state(state), "round", None)
-    if finished is None:
-        raise ValueError(
-            "Expected a state with its number of rounds, round, for personal models with Arriving, got one without: pass "
-            "evaluate=, a function of the state, to run."
-        )
-    return sampler.rows(np.arange(sampler.data.num_clients), max(0, int(finished) - 1))
+    return sampler.rows(np.arange(sampler.data.num_clients), max(0, finished - 1))

@@ -21,7 +21,7 @@ from fedsim.durable_files import WriteError, is_full, replace_text
 from fedsim.evaluation import Evaluation
 from fedsim.execution import report_problems
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._default_evaluation import Scores, State, default_evaluation, is_personal
+from fedsim.experiment._default_evaluation import Scores, State, default_evaluation, is_personal, metric_names
 from fedsim.experiment._disk import explained
 from fedsim.experiment._dispatch import DispatchedRounds, DispatchLength, Rounds
 from fedsim.experiment._divergence import LossMonitor
@@ -113,7 +113,11 @@ class Run(Rounds):
                 )
         key = rng.stream(first.key, "init")
         like = jax.eval_shape(algorithm.init, key)
-        self._compute_scores = evaluate or default_evaluation(algorithm, first.data, test_data, like, sampler=sampler)
+        self._compute_scores = (
+            default_evaluation(algorithm, first.data, test_data, like, sampler=sampler)
+            if evaluate is None
+            else lambda state, finished: evaluate(state)
+        )
         self._validate = default_evaluation(algorithm, first.data, validation_data, like, "validation_data", sampler)
         self._rules = dict(zip((stop_when or "").split(" or "), stop_rules(stop_when), strict=False))
         check_has_clock(self._rules.values(), algorithm, first)
@@ -127,10 +131,8 @@ class Run(Rounds):
                     f"Expected validation data for stop_when={stop_when!r}, got none: give validation_data (--validation 0.1). "
                     "A run that ends by its test data would report them too favourably."
                 )
-        if self._validate is not None and not hasattr(algorithm, "evaluate"):
-            names = list(algorithm.model.metrics)  # type: ignore[attr-defined]
-            personal = [f"personal_{name}" for name in names if is_personal(algorithm)]
-            check_metrics(self._rules.values(), names + personal)
+        if self._validate is not None and (names := metric_names(algorithm, like)) is not None:
+            check_metrics(self._rules.values(), names)
         self._evaluation_waits = evaluate is not None or is_personal(algorithm)
         boundaries = [rounds, *([evaluate_every] if self._compute_scores or self._validate or self._can_stop else [])]
         lengths = DispatchLength(fixed_length, [*boundaries, *([checkpoint_every] if checkpoint_every else [])])
@@ -254,11 +256,11 @@ class Run(Rounds):
 
     def evaluate(self) -> Scores | None:
         """Returns the evaluation of the current state; None if the run has no evaluation."""
-        return self._compute_scores(self.state) if self._compute_scores else None
+        return self._compute_scores(self.state, self.position) if self._compute_scores else None
 
     def validate(self) -> Scores | None:
         """Returns the evaluation of the current state on the validation data; None if the run has none."""
-        return self._validate(self.state) if self._validate else None
+        return self._validate(self.state, self.position) if self._validate else None
 
     def _is_evaluated(self, round: int) -> bool:
         return round % self._evaluate_every == 0 or round == self.rounds
@@ -266,10 +268,10 @@ class Run(Rounds):
     def _write_evaluation(self, round: int, state: State) -> None:
         line: Line = {"round": round}
         if self._compute_scores:
-            self.evaluation = self._compute_scores(state)
+            self.evaluation = self._compute_scores(state, round)
             line = evaluation_line(self.evaluation, round)
         if self._validate:
-            self.validation = self._validate(state)
+            self.validation = self._validate(state, round)
             more = evaluation_line(self.validation, round, "validation")
             better = line.get("better", {}) | more.get("better", {})
             line = line | more | ({"better": better} if better else {})

@@ -125,7 +125,7 @@ def _batches(path: Path, client: str, features: Features = None, only: bool = Fa
 
 
 def delimiter_of(path: Path) -> str:
-    return "\t" if ".tsv" in path.suffixes else ","
+    return "\t" if suffix_of(path) == ".tsv" else ","
 
 
 def check_separator(path: Path, delimiter: str) -> None:

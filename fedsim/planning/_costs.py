@@ -195,7 +195,7 @@ def _compiled(algorithm: Algorithm, execution: Jit, cohort: Cohort, mesh: Mesh) 
         "free_bytes_per_device": free,
         "collectives": outside,
         "collectives_in_loops": inside,
-        "largest_cohort": _largest(population, [rounded_slots(number) for number in slots], needed, examples, free),
+        "largest_cohort": _largest(population, cohort.slots / clients, slots, needed, examples, free),
     }
 
 
@@ -228,26 +228,34 @@ def _stand_in(cohort: Cohort, clients: int, slots: int, population: int) -> Coho
     return Cohort(data, np.arange(clients), cohort.round, cohort.key, slots, attack=cohort.attack, attackers=attackers)
 
 
-def _largest(population: int, slots: Sequence[int], needed: Sequence[int], examples: float, free: int) -> int:
+def _largest(
+    population: int, slots_per_client: float, slots: Sequence[int], needed: Sequence[int], examples: float, free: int
+) -> int:
     """Returns the largest cohort that fits.
 
     Args:
       population: number of clients.
-      slots: the slots of the programs of two cohorts.
+      slots_per_client: more than 1 if the sizes of cohorts vary.
+      slots: those of two cohorts.
       needed: the bytes that they need, which grow linearly with the slots.
       examples: the bytes that the examples of each client take besides.
       free: the bytes that there are.
 
-    >>> _largest(10_000, [10, 50], [1_000, 1_400], 0, 7_000), _largest(10_000, [10, 50], [1_000, 1_400], 20, 7_000)
+    >>> _largest(10_000, 1.0, [10, 50], [1_000, 1_400], 0, 7_000), _largest(10_000, 1.0, [10, 50], [1_000, 1_400], 20, 7_000)
     (500, 200)
-    >>> _largest(300, [10, 50], [1_000, 1_400], 0, 7_000)
-    300
+    >>> _largest(10_000, 2.0, [10, 50], [1_000, 1_400], 0, 7_000), _largest(300, 1.0, [10, 50], [1_000, 1_400], 0, 7_000)
+    (200, 300)
     """
-    of_each = max(0.0, (needed[1] - needed[0]) / ((slots[1] - slots[0]) or 1))
+    first, second = map(rounded_slots, slots)
+    of_each = max(0.0, (needed[1] - needed[0]) / ((second - first) or 1))
+
+    def slots_of(clients: int) -> int:
+        return rounded_slots(min(population, math.ceil(slots_per_client * clients)))
+
     fits = [
         size
         for digits in range(len(str(population)))
         for size in (10**digits, 2 * 10**digits, 5 * 10**digits, 10 ** (digits + 1))
-        if needed[0] + of_each * (size - slots[0]) + examples * size <= free
+        if needed[0] + of_each * (slots_of(size) - first) + examples * size <= free
     ]
     return min(population, max(fits, default=0))

@@ -177,8 +177,9 @@ def check_scalable(algorithm: Any) -> None:
     """
     if not algorithm.aggregator.innermost.is_scalable:
         raise ValueError(
-            f"Messages for {algorithm.aggregator.innermost} have more than the update, which must not be multiplied by scales "
-            "or weights: use Synchronous(), Buffered(staleness_weight='constant'), or another aggregator."
+            f"Messages for {algorithm.aggregator.innermost} must not be multiplied by scales or weights, because they are "
+            "other numbers than those of the update: use Synchronous(), Buffered(staleness_weight='constant'), or another "
+            "aggregator."
         )
     if not is_scalable(algorithm):
         name, summed = type(algorithm).__name__, algorithm.aggregator.innermost.adds_weights

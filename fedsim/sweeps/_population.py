@@ -242,7 +242,7 @@ def population(
     _warn_about_dropped(result)
     if test_data is None:
         return result
-    lines = [evaluation_line(evaluations[i](runs[i, j].state, samplers[j].drawn_by), rounds) for i, j in members]
+    lines = [evaluation_line(evaluations[i](runs[i, j].state, rounds, samplers[j].drawn_by), rounds) for i, j in members]
     names = [name for name in lines[0] if name not in ("round", "better")]
     # None stands for a number that is not finite.
     scores = {name: by_axes([np.array(line[name], np.float64) for line in lines]) for name in names}

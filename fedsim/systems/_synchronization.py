@@ -89,8 +89,8 @@ class Synchronous(Synchronization):
             return  # This is the deadline of a round that has ended earlier.
         if server.memory["received"] >= self.minimum:
             server.aggregate()
-        late = server.late
-        for update in [update for update in server.buffer if update not in late]:
+        late = {update.number for update in server.late}
+        for update in [update for update in server.buffer if update.number not in late]:
             server.drop(update)
         server.next_round(self)
 

@@ -421,7 +421,9 @@ def check_derivatives(cls_name, **changes):
         return sum(jnp.mean(jnp.sin(2 * x + 1)) for x in jax.tree.leaves(after) if is_float(x))
 
     at = dict.fromkeys(numbers, 1.0) | {"": 0.0}
-    value_and_slopes = jax.jit(jax.value_and_grad(objective))
+    value_and_slopes = jax.value_and_grad(objective)
+    if cls_name != "feddyn":  # XLA for CPUs (jaxlib 0.10.2 and 0.12.0) cannot compile all of this as one program.
+        value_and_slopes = jax.jit(value_and_slopes)
     _, slopes = value_and_slopes(at)
     for name in at:
         above, below = (value_and_slopes(at | {name: at[name] + step})[0] for step in (0.01, -0.01))

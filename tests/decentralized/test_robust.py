@@ -340,6 +340,17 @@ def test_attackers_train_on_poisoned_examples():
     assert sum(differs) == 1
 
 
+@pytest.mark.parametrize("weights", ["edges", "metropolis"])
+def test_edges_of_weight_zero_are_no_messages(weights):
+    graph = nx.cycle_graph(3)
+    nx.set_edge_attributes(graph, {(0, 1): 0.3, (1, 2): 0.3, (0, 2): 0.0}, "weight")
+    topology = decentralized.Topology([graph])
+    (matrix,) = topology.matrices(weights)
+    links = {(j, i) for i, j in zip(*matrix.nonzero(), strict=True) if i != j}
+    assert links == set(topology.bytes_by_link(1, rounds=1)) == {(0, 1), (1, 0), (1, 2), (2, 1)}
+    assert graph.number_of_edges() == 3  # The user's graph is not changed.
+
+
 def test_bytes_by_link_are_those_that_the_rounds_count():
     topology = decentralized.one_peer_exponential(4)
     algorithm = make("DPSGD", topology=topology)

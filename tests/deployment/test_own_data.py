@@ -215,6 +215,21 @@ def test_a_node_that_was_started_again_before_the_run_is_met_by_its_new_name(tmp
         _Named({"former": "node unavailable", "11": one}).__enter__()
 
 
+def test_a_node_beyond_those_of_the_run_is_noticed_though_the_others_answer_first(tmp_path):
+    zero, one = two_nodes(tmp_path)
+    _, another = two_nodes(tmp_path / "more")
+
+    class Later(_Named):
+        def _of_relay(self, facts, blobs=None):
+            reply = super()._of_relay(facts, blobs)
+            if facts["do"] == "send" and facts["node"] == "33":
+                self.late.append(self.frames.pop())
+            return reply
+
+    with pytest.raises(NodeError, match=r"numbers from 0 to 1, each once, got \[0, 1, 1\]"):
+        Later({"11": zero, "22": one, "33": another}).__enter__()
+
+
 def test_a_node_needs_no_file_of_first_parameters(tmp_path):
     """They come from the server; the options that say how it reads them have no effect at a node."""
     file = tmp_path / "first.npz"

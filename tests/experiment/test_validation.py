@@ -113,12 +113,18 @@ def test_a_run_ends_after_the_same_round_however_it_is_dispatched_or_resumed(tmp
     assert ends == [stop] * 3
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "ditto"])
-def test_a_rule_with_an_unknown_metric_is_refused_before_the_first_round(algorithm, tmp_path):
+@pytest.mark.parametrize(
+    ("algorithm", "names"),
+    [
+        ("fedavg", "loss, accuracy"),
+        ("ditto", "loss, accuracy, personal_loss, personal_accuracy"),
+        ("ifca", "personal_loss, personal_accuracy"),  # Its server has several models.
+    ],
+)
+def test_a_rule_with_an_unknown_metric_is_refused_before_the_first_round(algorithm, names, tmp_path):
     config = RunConfig(algorithm=algorithm, validation="0.2", stop_when="reached(value=0.9, metric='acuracy')", rounds=2)
     settings = Settings(folder=str(tmp_path / "run"), execution="jit")
-    personal = ", personal_loss, personal_accuracy" if algorithm == "ditto" else ""
-    with pytest.raises(ValueError, match=f"got metric='acuracy': choose one of loss, accuracy{personal}\\."):
+    with pytest.raises(ValueError, match=f"got metric='acuracy': choose one of {names}\\."):
         run_experiment(build(config, settings), config, settings, progress=False)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

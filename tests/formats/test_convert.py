@@ -168,6 +168,8 @@ def test_the_last_suffix_says_the_format_and_only_csv_is_compressed(tmp_path):
     convert(tmp_path / "a.json", tmp_path / "people.csv.parquet", progress=False)
     write_table(data, tmp_path / "b.csv.parquet")
     write_table(data, tmp_path / "c.parquet.csv.gz")
+    write_table(data, tmp_path / "d.tsv.csv")
+    assert b"\t" not in (tmp_path / "d.tsv.csv").read_bytes()
     names = ["people.csv.parquet", "b.csv.parquet", "c.parquet.csv.gz"]
     assert [recognize(tmp_path / name) for name in names] == ["parquet", "parquet", "csv"]
     assert (tmp_path / "c.parquet.csv.gz").read_bytes()[:2] == b"\x1f\x8b"

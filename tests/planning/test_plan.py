@@ -147,9 +147,10 @@ def test_a_cohort_without_examples_has_a_plan():
 
 
 def test_the_largest_cohort_has_space_for_its_streamed_examples():
-    # 100 slots of 10 bytes and 51 clients of 40 bytes; 500 clients need 5,000 and 20,000 bytes.
-    assert _costs._largest(10_000, [100, 500], [1_000, 5_000], 40.0, 24_999) == 200
-    assert _costs._largest(10_000, [100, 500], [1_000, 5_000], 40.0, 25_000) == 500
+    # Slots of 10 bytes, and clients of 40 bytes: 500 clients need 5,000 and 20,000 bytes, and with two slots each 10,000.
+    for slots_per_client, needed in ((1.0, 25_000), (2.0, 30_000)):
+        assert _costs._largest(10_000, slots_per_client, [51, 204], [1_000, 5_000], 40.0, needed - 1) == 200
+        assert _costs._largest(10_000, slots_per_client, [51, 204], [1_000, 5_000], 40.0, needed) == 500
 
 
 @pytest.mark.slow

@@ -140,6 +140,16 @@ def test_personal_models_are_those_by_the_examples_of_the_last_round(last, data,
     assert of_members.evaluation["test_personal_loss"].item() == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_rounds_before_the_first_arrival_count_for_personal_models(data, make):
+    """They change no state, so its number of rounds is smaller than that of the finished rounds."""
+    late = Arriving(UniformSampler(data, clients=4, seed=0), np.full(data.num_examples, 3))
+    algorithm = make(cls=fedsim.algorithms.PerFedAvg)
+    found = run(algorithm, late, rounds=5, test_data=data, progress=False)
+    expected = fedsim.evaluate_personalized(algorithm, found.state, data, data).overall["loss"]
+    assert found.evaluation.overall["personal_loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_stragglers_that_are_dropped_leave_the_others_their_examples(data, arrival):
     arriving = Arriving(UniformSampler(data, clients=4, seed=3), arrival)
     kept, whole = Stragglers(arriving, fraction=0.5, epochs=2, drop=True).cohort(2), arriving.cohort(2)

@@ -242,7 +242,7 @@ def test_messages_with_more_than_an_update_are_not_multiplied(aggregator):
     for factors in ({"scales": [0.5]}, {"weights": [0.5]}):
         arrivals = fedsim.data.Arrivals.of([0], round=0, **factors)
         cohort = fedsim.Cohort(sampler().data, np.array([0]), 0, fedsim.rng.root(0), arrivals=arrivals)
-        with pytest.raises(ValueError, match="have more than the update, which must not be multiplied"):
+        with pytest.raises(ValueError, match="must not be multiplied by scales or weights"):
             algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
 
 
