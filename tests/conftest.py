@@ -43,3 +43,4 @@ def forget_programs() -> Iterator[None]:
     yield
     if next(_TESTS) % 10 == 0 and _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
+        gc.collect()  # An algorithm and its programs refer to each other.
