@@ -11,6 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from fedsim.execution import _compile
+
 _MAPPINGS = Path("/proc/self/maps")
 _TESTS = itertools.count(1)
 
@@ -43,4 +45,5 @@ def forget_programs() -> Iterator[None]:
     yield
     if next(_TESTS) % 10 == 0 and _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
+        _compile._executables.clear()
         gc.collect()  # An algorithm and its programs refer to each other.
