@@ -52,7 +52,7 @@ def test_the_readme_names_the_files_that_the_server_needs(tmp_path):
     for app, own, named in ((tmp_path / "a", config, True), (tmp_path / "b", RunConfig(), False)):
         write_app(app, own, Settings(folder="run"), node_data="{node}.h5")
         text = (app / "README.md").read_text()
-        assert (f"machine on which this app was written: `{tmp_path}` (data), `{parameters}` (init_from).\n" in text) == named
+        assert (f"where this app was written: `{tmp_path}` (--data), `{parameters}` (--init-from).\n" in text) == named
         assert ("needs, at the same places" in text) == named and "sha256" not in text
 
 
