@@ -53,7 +53,7 @@ def test_the_readme_names_the_files_that_the_server_needs(tmp_path):
         write_app(app, own, Settings(folder="run"), node_data="{node}.h5")
         text = (app / "README.md").read_text()
         assert (f"where this app was written: `{tmp_path}` (--data), `{parameters}` (--init-from).\n" in text) == named
-        assert ("needs, at the same places" in text) == named and "sha256" not in text
+        assert ("under the same paths" in text) == named and "sha256" not in text
 
 
 def test_what_other_machines_do_not_have_is_refused(tmp_path):
