@@ -47,8 +47,8 @@ class Aggregator:
 
     Attributes:
       adds_weights: whether the aggregate is a sum, in which a weight multiplies the update, and not a mean.
-      skips_empty_rounds: whether a round without an aggregate leaves the state unchanged, because no update arrives or because
-        the server sees no sum of so few. A mechanism of differential privacy must not show that.
+      skips_empty_rounds: whether a round in which no update counts, or fewer than `fewest_clients`, leaves the state unchanged.
+        A mechanism of differential privacy must not show that.
       is_secure: whether clients send masked integers, of which the server sees no more than the sum of several clients.
     """
 
@@ -72,7 +72,7 @@ class Aggregator:
     def acts_on(self, num_aggregated: Any) -> Any:
         """Returns whether a round in which this number of updates count changes the server's state, ``bool []``.
 
-        It does not if no update counts, or fewer than the sum of which the server sees, unless ``skips_empty_rounds`` is False.
+        It does not if no update counts, or fewer than `fewest_clients`, unless ``skips_empty_rounds`` is False.
 
         >>> Mean().acts_on(0), Mean().acts_on(1)
         (False, True)

@@ -33,11 +33,11 @@ batch size (10) and learning rates differ; Reddi et al. tuned theirs, and FedJAX
 
 FedProx was not part of that study: it has the learning rates of FedAvg and fedsim's default mu. A proximal term moves the
 parameters towards its centre by the client's learning rate times its strength. Where this is 1 or more, the strength of
-FedProx, FedDC, FedDyn and Ditto is 0.1 over this default rate instead; with a rate of your own, give a strength, too.
-FedSGD's learning rate, the interval between evaluations, and all numbers for other datasets were chosen for fedsim. Those for
-the embedded digits reach a test accuracy of 0.95 within these rounds (300 for FedSGD, 100 for the others) with seeds 0 and 1:
-they were chosen on test examples, so an honest comparison of algorithms chooses its own rates on validation examples
-(``--validation``).
+FedProx, FedDC, FedDyn and Ditto, and the step of adaptive FedProx's strength, is 0.1 over this default rate instead; with a
+rate of your own, give a strength, too. FedSGD's learning rate, the interval between evaluations, and all numbers for other
+datasets were chosen for fedsim. Those for the embedded digits reach a test accuracy of 0.95 within these rounds (300 for
+FedSGD, 100 for the others) with seeds 0 and 1: they were chosen on test examples, so an honest comparison of algorithms
+chooses its own rates on validation examples (``--validation``).
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class Jit(Execution):
                 lambda x: jax.ShapeDtypeStruct((data.num_clients, *x.shape), x.dtype), _memory.row_shapes(clients)
             )
             table, state = ClientTable(rows, jax.ShapeDtypeStruct((data.num_clients,), bool)), state._replace(clients=())
-        columns = {  # without examples a row, as `resident_columns`
+        columns = {  # at least one row, as `resident_columns` has
             name: jax.ShapeDtypeStruct((max(1, c.shape[0]), *c.shape[1:]), jax.dtypes.canonicalize_dtype(c.dtype))
             for name, c in data.columns.items()
         }

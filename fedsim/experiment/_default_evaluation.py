@@ -78,18 +78,18 @@ def default_evaluation(
         )
     model.check(data)
     execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()
-    shapes = [[leaf.shape for leaf in jax.tree.leaves(of)] for of in (params, jax.eval_shape(model.init_whole, rng.root(0)))]
+    has_whole = _is_whole(params, model)
 
     def evaluation(state: State, finished: int = 0, sampler: Sampler | None = sampler) -> Evaluation:
         # A server with only a part of the model, or with several models, has no model of its own to evaluate.
-        whole = evaluate_model(model, state.params, data, execution=execution) if shapes[0] == shapes[1] else Evaluation({}, {})
+        whole = evaluate_model(model, state.params, data, execution=execution) if has_whole else Evaluation({}, {})
         if not is_personal(algorithm):
             return whole
         own = evaluate_personalized(algorithm, state, train, data, execution=execution, rows=_rows(sampler, finished))
         overall = whole.overall | {f"personal_{name}": value for name, value in own.overall.items()}
         return Evaluation(overall, whole.clients | {f"personal_{name}": mean for name, mean in own.clients.items()})
 
-    if shapes[0] != shapes[1] and not is_personal(algorithm):
+    if not has_whole and not is_personal(algorithm):
         raise ValueError(
             f"state.params of {type(algorithm).__name__} has other shapes than the parameters of its model, so it cannot be "
             f"evaluated on {name}. Define a method evaluate(state, data), or pass evaluate=, a function of the state, to run."
@@ -102,9 +102,14 @@ def metric_names(algorithm: Algorithm, like: State) -> list[str] | None:
     model: Any = getattr(algorithm, "model", None)
     if hasattr(algorithm, "evaluate") or model is None:
         return None
-    shapes = [[x.shape for x in jax.tree.leaves(of)] for of in (like.params, jax.eval_shape(model.init_whole, rng.root(0)))]
-    whole = list(model.metrics) if shapes[0] == shapes[1] else []
+    whole = list(model.metrics) if _is_whole(like.params, model) else []
     return whole + [f"personal_{name}" for name in model.metrics if is_personal(algorithm)]
+
+
+def _is_whole(params: Any, model: Any) -> bool:
+    """Returns whether the server's parameters are those of the whole model, and not of a part or of several models."""
+    shapes = [[x.shape for x in jax.tree.leaves(of)] for of in (params, jax.eval_shape(model.init_whole, rng.root(0)))]
+    return shapes[0] == shapes[1]
 
 
 def _rows(sampler: Any, finished: int) -> np.ndarray | None:

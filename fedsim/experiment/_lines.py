@@ -22,7 +22,7 @@ from fedsim.samplers import Observation, Sampler, is_steered
 Line = dict[str, Any]
 
 _SUMMED = ("num_examples", "bits_up", "bits_down", "entropy_bits_up")
-_OWN = {"round", "seconds", "simulated_seconds", "better", "observed"}  # of every line or of a run
+_NAMES_OF_RUN = {"round", "seconds", "simulated_seconds", "better", "observed"}  # of every line or of a run
 _NOT_METRICS = ("num_steps", "weight", "dropped", "attacker", "staleness", *_SUMMED)
 
 
@@ -77,7 +77,7 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
     elif isinstance(infos, Mapping):
         columns = {name: values for name, values in infos.items() if np.shape(values) == (rounds,)}
     splits = tuple(f"{split}_" for split in SPLITS)
-    if taken := [name for name in columns if name in _OWN or name.startswith(splits)]:
+    if taken := [name for name in columns if name in _NAMES_OF_RUN or name.startswith(splits)]:
         raise ValueError(
             f"Expected other names in the info of clients or of rounds, got {taken[0]!r}: the lines of the metrics have it for "
             "the run itself, or for its evaluations. Choose another name, such as 'local_loss'."

@@ -29,7 +29,7 @@ def dirichlet(
 ) -> list[np.ndarray]:
     """Divides each class over the clients by shares drawn from Dirichlet(alpha), which skews both labels and sizes.
 
-    A client that has fewer than ``min_size`` examples is then given some by the largest clients, which draw them uniformly.
+    A client that has fewer than ``min_size`` examples is then given some of those of the largest clients, drawn uniformly.
 
     Args:
       labels: ``[n]``, whole numbers or names.

@@ -166,7 +166,7 @@ class _Loop:
             if own_steps is None:
                 return self.step(t, *self.split(values))
             runs = t < own_steps
-            # A lane that is done computes a step, too. Its derivative may be infinite, which 0 times it would make a NaN.
+            # A lane that is done computes a step, too, whose derivative may be infinite, and NaN where it is multiplied by 0.
             used = values if self.most_steps is None else tree.select(runs, values, jax.lax.stop_gradient(values))
             return tree.select(runs, self.step(t, *self.split(used)), self.split(values)[1])
 

@@ -203,8 +203,8 @@ def weighted_mean(value: Placed, weights: Placed) -> Any:
     """Returns the sum of weight times value over the sum of the weights. If the weights sum to 0, it and its derivatives are 0.
 
     A client of weight 0 does not count, even if its value is infinite or NaN. The derivative by its weight is that of any
-    other weight if its value is finite. The derivatives by what its value is computed from are 0 if that computation is finite,
-    and may else be NaN: 0/0 has no derivative.
+    other weight if its value is finite. The derivatives by what its value is computed from are 0 if the derivatives of that
+    computation are finite. Otherwise they may be NaN, as that of 0/0 is.
 
     Args:
       value: a pytree of arrays at a placement; integers and booleans are converted to ``float32``.
