@@ -34,7 +34,8 @@ def run_blocks(blocks, capsys):
     namespace = {"__name__": "page"}
     for block in blocks:
         capsys.readouterr()
-        exec(block, namespace)
+        with jax.numpy_dtype_promotion("standard"):  # which readers have, and optax.adam requires
+            exec(block, namespace)
         comments = re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE)
         assert capsys.readouterr().out.splitlines() == comments, block
         assert len(comments) == block.count("print("), block

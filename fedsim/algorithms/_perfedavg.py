@@ -25,7 +25,7 @@ import jax
 from fedsim import checks, tree
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining, divided
-from fedsim.data import Batch, Batches, FederatedData
+from fedsim.data import Batch, FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client
 
@@ -79,7 +79,7 @@ class PerFedAvg(FedAvg):
         """Returns the server's parameters after one step of rate ``alpha`` on a batch of ``batches.size`` of the client's
         examples.
         """
-        once = Batches(size=self.batches.size, max_steps=1, shuffle=self.batches.shuffle)
+        once = dataclasses.replace(self.batches, epochs=1, steps=None, max_steps=1, microbatch=None)
         training = super().local_training(shared, client)
 
         def step(params: Params, batch: Batch) -> Params:

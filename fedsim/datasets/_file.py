@@ -207,7 +207,7 @@ def _rows(name: str, state: Any, text_columns: tuple[str, ...], header: bool | N
 
 def _state_of(path: Path) -> tuple[Any, ...]:
     files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []
-    return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,9 +30,10 @@ class Description:
         partitioner; None if a number is not known before loading.
       class_names: names of the labels 0, 1, ... in pictures; empty to show the labels.
       num_classes: labels ``y`` are in ``[0, num_classes)``; None if the task is not classification or the number is not known
-        before loading.
-      default_model: a name in `fedsim.models`, or a callable that returns a model; None if there is no default. In the name,
-        ``{OPTION}`` stands for the value of an option of the dataset, such as its vocabulary.
+        before loading. `register` also takes a function of the options, which are given by name.
+      default_model: a name in `fedsim.models`, or a callable that returns a model; None if there is no default. In a name that
+        is given to `register`, and in ``task`` and ``features``, ``{OPTION}`` stands for the value of an option of the dataset,
+        such as its vocabulary.
       options: the loader's options, each with its meaning.
       defaults: the loader's options, each with its default (``inspect.Parameter.empty`` if it must be given). ``...`` stands
         for options that depend on another option.
@@ -49,7 +50,7 @@ class Description:
     source_features: Mapping[str, str] = dataclasses.field(default_factory=dict)
     splits: Mapping[str, tuple[int | None, int | None]] = dataclasses.field(default_factory=dict)
     class_names: Sequence[str] = ()
-    num_classes: int | None = None
+    num_classes: int | Callable[..., int] | None = None
     default_model: str | Callable[..., Any] | None = None
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -326,7 +327,7 @@ def _find(text: str, options: Mapping[str, Any]) -> _Found:
         loader, description = _LOADERS[prefix + _FAMILY]
         shown = f"{_FILE}{unpinned(rest)}" if prefix + colon == _FILE else name
         check_options("dataset", shown, loader, options, _reserved(loader, name))
-        description = dataclasses.replace(_with_model(description, options), name=shown)
+        description = dataclasses.replace(_with_options(description, options), name=shown)
         return _Found(functools.partial(loader, name=rest), description, options)
     if colon:
         loader = import_reference(name)
@@ -341,17 +342,25 @@ def _find(text: str, options: Mapping[str, Any]) -> _Found:
     else:
         loader, description = look_up("dataset", name, _LOADERS)
     check_options("dataset", name, loader, options, _reserved(loader, name))
-    return _Found(loader, _with_model(description, options), options)
+    return _Found(loader, _with_options(description, options), options)
 
 
-def _with_model(description: Description, options: Mapping[str, Any]) -> Description:
-    """Returns the description with the values of the options in the name of the default model."""
-    model = description.default_model
-    if not isinstance(model, str):
-        return description
-    for option, value in {**description.defaults, **options}.items():
-        model = model.replace(f"{{{option}}}", repr(value))
-    return dataclasses.replace(description, default_model=model)
+def _with_options(description: Description, options: Mapping[str, Any]) -> Description:
+    """Returns the description with the values of the options."""
+    values, model, classes = {**description.defaults, **options}, description.default_model, description.num_classes
+
+    def filled(text: str) -> str:
+        for option, value in values.items():
+            text = text.replace(f"{{{option}}}", repr(value))
+        return text
+
+    return dataclasses.replace(
+        description,
+        task=filled(description.task),
+        features={name: filled(text) for name, text in description.features.items()},
+        num_classes=classes(**values) if callable(classes) else classes,
+        default_model=filled(model) if isinstance(model, str) else model,
+    )
 
 
 def _takes_folders(loader: Any) -> bool:

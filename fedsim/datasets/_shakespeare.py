@@ -74,10 +74,10 @@ _CHARACTERS = np.array(["", "⊢", "⊣", *TFF_SHAKESPEARE.decode(), "�"])
 
 @register(
     "shakespeare",
-    task="next-character prediction, sequences of 80; each of 715 roles in Shakespeare's plays is a client",
+    task="next-character prediction, sequences of {length}; each of 715 roles in Shakespeare's plays is a client",
     features={
-        "x": "[80] int16 characters: 0 pad, 1 bos, 2 eos, 3-88 TFF's characters, 89 any other",
-        "y": "[80] int16 the next characters: x shifted by one",
+        "x": "[{length}] int16 characters: 0 pad, 1 bos, 2 eos, 3-88 TFF's characters, 89 any other",
+        "y": "[{length}] int16 the next characters: x shifted by one",
     },
     source_features={"snippets": "[] text, may be empty: one speech of the role"},
     splits={"train": (715, 30_249), "test": (715, 4_657)},

@@ -23,7 +23,7 @@ from fedsim.datasets import _chosen_clients
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, load_converted
 from fedsim.datasets._stackoverflow import limit_examples
-from fedsim.datasets._words import NEXT_WORD, NEXT_WORD_MODEL, OPTIONS, counts_file, word_decoder
+from fedsim.datasets._words import NEXT_WORD, NEXT_WORD_MODEL, OPTIONS, counts_file, num_word_ids, word_decoder
 from fedsim.formats import read_json_lines
 from fedsim.text import WordTokenizer, vocabulary_from_counts
 
@@ -38,10 +38,10 @@ _SOURCES = [
 
 @register(
     "stackexchange",
-    task="next-word prediction, sequences of 20 words; each user of Stack Exchange sites is a client; you provide the file",
+    task="next-word prediction, sequences of {length} words; each user of Stack Exchange is a client; you provide the file",
     features=NEXT_WORD,
     source_features={"tokens": "[] text, a paragraph, words separated by spaces"},
-    num_classes=10_004,
+    num_classes=num_word_ids,
     default_model=NEXT_WORD_MODEL,
     options=OPTIONS | _chosen_clients.OPTIONS,
     source="data=DIR with one file *.jsonl.gz, one JSON line per user, made from https://archive.org/details/stackexchange",

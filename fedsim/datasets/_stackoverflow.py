@@ -43,7 +43,7 @@ from fedsim.datasets import _chosen_clients
 from fedsim.datasets._download import Download
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, load_converted, read_fedjax
-from fedsim.datasets._words import NEXT_WORD, NEXT_WORD_MODEL, OPTIONS, counts_file, word_decoder
+from fedsim.datasets._words import NEXT_WORD, NEXT_WORD_MODEL, OPTIONS, counts_file, num_word_ids, word_decoder
 from fedsim.formats import read_tff_hdf5, read_tff_sqlite
 from fedsim.text import TagTokenizer, WordTokenizer, vocabulary_from_counts
 
@@ -128,10 +128,10 @@ _ABOUT: dict[str, Any] = {
 
 @register(
     "stackoverflow_word",
-    task="next-word prediction, sequences of 20 words; each of 342,477 users of Stack Overflow is a client",
+    task="next-word prediction, sequences of {length} words; each of 342,477 users of Stack Overflow is a client",
     features=NEXT_WORD,
     source_features={"tokens": "[] text, a sentence, words separated by spaces"},
-    num_classes=10_004,
+    num_classes=num_word_ids,
     default_model=NEXT_WORD_MODEL,
     options=OPTIONS | _CLIENTS,
     **_ABOUT,
@@ -167,10 +167,10 @@ def load_stackoverflow_word(
 
 @register(
     "stackoverflow_tag",
-    task="tag prediction from the words of a post, 500 tags; each of 342,477 users of Stack Overflow is a client",
+    task="tag prediction from the words of a post, {tags} tags; each of 342,477 users of Stack Overflow is a client",
     features={
-        "x": "[64] int16 words of sentence and title: 0 pad, 1-10000 the most frequent words, 10001 any other",
-        "y": "[500] uint8 1 for each of the most frequent tags that the question has",
+        "x": "[{length}] int16 words of sentence and title: 0 pad, from 1 on the {vocabulary} most frequent, then any other",
+        "y": "[{tags}] uint8 1 for each of the most frequent tags that the question has",
     },
     source_features={
         "tokens": "[] text, a sentence, words separated by spaces",

@@ -19,8 +19,8 @@ from fedsim.durable_files import atomic_write
 
 # Features, default model and options of the datasets for next-word prediction.
 NEXT_WORD = {
-    "x": "[20] int16 words: 0 pad, 1 bos, 2 eos, 3-10002 the most frequent words, 10003 any other",
-    "y": "[20] int16 the next words: x shifted by one",
+    "x": "[{length}] int16 words: 0 pad, 1 bos, 2 eos, from 3 on the {vocabulary} most frequent words, then any other",
+    "y": "[{length}] int16 the next words: x shifted by one",
 }
 NEXT_WORD_MODEL = (
     "stackoverflow_lstm(vocabulary={vocabulary}, length={length}, oov_buckets={oov_buckets}, expected_length=13.3)"
@@ -31,6 +31,15 @@ OPTIONS = {
     "oov_buckets": "number of ids for all other words",
     "examples": "keep only this many examples of each client, the first ones; 0 keeps all",
 }
+
+
+def num_word_ids(*, vocabulary: int, oov_buckets: int, **_: Any) -> int:
+    """Returns the number of ids of a dataset for next-word prediction with these options: pad, bos, eos, words, any other.
+
+    >>> num_word_ids(vocabulary=10_000, oov_buckets=1)
+    10004
+    """
+    return 3 + vocabulary + oov_buckets
 
 
 def counts_file(

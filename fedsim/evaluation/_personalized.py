@@ -17,7 +17,7 @@ from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.evaluation._evaluate import Evaluation, evaluation_of
 from fedsim.evaluation._recalibration import batches_of_pass, check_recalibration, recalibrated
 from fedsim.evaluation._statistics import Statistics, add_batch, on_host, statistics, sum_forms, zeros
-from fedsim.execution import Execution, check_alike, num_remembered, row_shapes
+from fedsim.execution import Execution, check_alike, check_population, num_remembered, row_shapes
 from fedsim.model import Model, ModelParts, Params, keeps_parts, scope_of
 from fedsim.primitives import without_mesh_of_context
 from fedsim.rounds import (
@@ -92,9 +92,9 @@ def evaluate_personalized(
     Raises:
       ValueError: the algorithm has no parameters per client, ``fine_tune`` has no local steps outside of a round, the state
         belongs to another population or algorithm, the data does not fit the model, labels of ``test`` are hidden, or some of
-        ``train`` and one of the algorithms needs all, an argument has the wrong type, or a metric does not return one entry per
-        example; with ``recalibrate``, the model has no running statistics, has some that are no averages over batches, or does
-        not leave out the padding of partial batches.
+        ``train`` and one of the algorithms needs all, ``fine_tune`` cannot train on ``train`` as in a round, an argument has
+        the wrong type, or a metric does not return one entry per example; with ``recalibrate``, the model has no running
+        statistics, has some that are no averages over batches, or does not leave out the padding of partial batches.
 
     >>> import optax, fedsim
     >>> data = FederatedData.from_arrays(
@@ -125,17 +125,22 @@ def evaluate_personalized(
     algorithm.model.check(train, unlabelled=unlabelled)
     algorithm.model.check(test)
     work = _work(algorithm, fine_tune, recalibrate, batch_size or _suitable_batch_size(test.sizes))
+    rows = None if rows is None else np.asarray(rows)
+    if rows is not None and rows.shape != (train.num_clients, 2):
+        raise ValueError(
+            f"Expected rows [{train.num_clients}, 2], two positions for each client of train, got {list(rows.shape)}."
+        )
+    sizes = train.sizes if rows is None else rows[:, 1] - rows[:, 0]
+    if fine_tune is not None:
+        check_population(fine_tune, train)
+        fine_tune.check_padding(sizes)
     if recalibrate:
         check_recalibration(algorithm.model)
-        algorithm.model.check_padding(batches_of_pass(work.batches), train.sizes)
+        algorithm.model.check_padding(batches_of_pass(work.batches), sizes)
     shared = algorithm.broadcast(_evaluated(parts))
     first, root = work.first_round(shared), rng.stream(rng.root(seed), "personal")
     clients = np.flatnonzero(test.sizes)
     in_train = _positions(test, train, clients)
-    if rows is not None and len(rows) != train.num_clients:
-        raise ValueError(
-            f"Expected rows [{train.num_clients}, 2], two positions for each client of train, got {len(rows)} rows."
-        )
     if len(clients) and np.all(in_train < 0):
         warnings.warn(
             f"None of the {len(clients)} clients of test, the first of which is {test.client_ids[clients[0]]!r}, is in train, "

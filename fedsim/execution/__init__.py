@@ -15,6 +15,7 @@ from fedsim.execution._execution import Execution as Execution
 from fedsim.execution._execution import Jit as Jit
 from fedsim.execution._execution import Pmap as Pmap
 from fedsim.execution._execution import check_cohorts as check_cohorts
+from fedsim.execution._execution import check_population as check_population
 from fedsim.execution._execution import cut_rows as cut_rows
 from fedsim.execution._execution import runs_with as runs_with
 from fedsim.execution._execution import without_arrivals as without_arrivals

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedsim import checks, rng
-from fedsim.data import Batches, ClientRows, Cohort
+from fedsim.data import Batches, ClientRows, Cohort, FederatedData
 from fedsim.execution import _memory, _placement
 from fedsim.execution._device_round import CompileOptions
 from fedsim.execution._devices import first_devices
@@ -462,16 +462,30 @@ def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> N
                 "Expected cohorts with the same population, number of slots, root key and attack, got different ones: run them "
                 "in separate calls."
             )
-    # The range of integers depends on x64.
-    checked = kept_with(algorithm).setdefault(f"checked, {jax.dtypes.canonicalize_dtype(int)}", weakref.WeakSet())
-    if first.data not in checked:
-        first.data.check_dtypes()
-        algorithm.check(first.data)
-        checked.add(first.data)
+    check_population(algorithm, first.data)
     attacked = vars(first.data).setdefault("_attacked", set())
     if first.attack is not None and first.attack not in attacked:
         first.attack.check(first.data)
         attacked.add(first.attack)
+
+
+def check_population(algorithm: FederatedAlgorithm, data: FederatedData) -> None:
+    """Raises ``ValueError`` if the algorithm cannot train on the clients of ``data``. It checks each population once.
+
+    >>> import optax, fedsim
+    >>> algorithm = fedsim.algorithms.FedAvg(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(-0.1), batches=fedsim.Batches(size=20))
+    >>> check_population(algorithm, fedsim.datasets.load("digits").train)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected client_optimizer to descend...
+    """
+    # The range of integers depends on x64.
+    checked = kept_with(algorithm).setdefault(f"checked, {jax.dtypes.canonicalize_dtype(int)}", weakref.WeakSet())
+    if data not in checked:
+        data.check_dtypes()
+        algorithm.check(data)
+        checked.add(data)
 
 
 def without_arrivals(cohort: Cohort, source: str) -> Cohort:

@@ -78,8 +78,9 @@ def read_leaf(path: StrPath, features: Features = None, *, floats: Any = np.floa
 
 
 def leaf_files(folder: Path) -> list[Path]:
-    """Returns the JSON files of a folder, sorted by name."""
-    return sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
+    """Returns the JSON files of a folder that are not hidden, sorted by name."""
+    found = [*folder.glob("*.json"), *folder.glob("*.json.gz")]
+    return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
 
 
 def _users(path: Path, features: Features, floats: Any) -> Iterator[tuple[str, Columns | None]]:

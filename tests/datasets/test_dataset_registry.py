@@ -102,6 +102,21 @@ def test_every_dataset_is_described_completely_and_its_model_fits():
         model.check(FederatedData.from_arrays(columns, sizes=[1]))
 
 
+@pytest.mark.parametrize(
+    ("name", "classes", "shape"),
+    [
+        ("stackoverflow_word(vocabulary=20000, length=30, oov_buckets=3)", 20_006, 30),
+        ("stackexchange(vocabulary=7)", 11, 20),
+        ("shakespeare(length=40)", 90, 40),
+        ("stackoverflow_tag(length=9, tags=5)", None, 9),
+    ],
+)
+def test_a_description_is_that_of_the_options(name, classes, shape):
+    about = datasets.describe(name)
+    assert about.num_classes == classes and about.features["x"].startswith(f"[{shape}] ")
+    assert not any("{" in text for text in (about.task, about.default_model, *about.features.values()))
+
+
 def sized(data, cache, *, size=3, kind="plain", share=0.5, three=False):
     train = FederatedData.from_arrays({"x": np.zeros((size, 2), np.uint8)}, sizes=[size])
     return {"train": train, "test": train} | ({"held_out": train} if three else {})

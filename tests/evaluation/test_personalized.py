@@ -429,7 +429,7 @@ def test_hidden_labels_are_read_only_where_all_algorithms_learn_without_them():
         ),
         ({"train": {}}, "Expected train to be an instance of .*, such as data.train, got train={}"),
         ({"test": None}, "Expected test to be an instance of .* got test=None"),
-        ({"rows": np.zeros((2, 2), int)}, r"Expected rows \[8, 2\], two positions for each client of train, got 2 rows"),
+        ({"rows": np.zeros((2, 2), int)}, r"Expected rows \[8, 2\], two positions for each client of train, got \[2, 2\]"),
         ({"seed": "a"}, "Expected seed to be a whole number or a key of jax.random, got seed='a'"),
         ({"state": None}, "The state is not one of this Ditto, but of another algorithm or model: it has nothing for .params"),
     ],

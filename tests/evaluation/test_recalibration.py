@@ -1,5 +1,7 @@
 """Recalibration of running statistics, against NumPy."""
 
+import functools
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -116,5 +118,37 @@ def test_recalibration_that_cannot_be_right_is_refused():
             hk.set_state("mean", 0.9 * mean + 0.1 * jnp.mean(x, axis=0))
         return x - mean[None]
 
+    model = make_model(lambda examples, is_training: network(examples, is_training, plain))
     with pytest.raises(ValueError, match=r"filled up with padding, .*set drop_remainder=True"):
-        evaluate(make_model(lambda examples, is_training: network(examples, is_training, plain)))
+        evaluate(model)
+
+    # Fine-tuning is checked as a round of it is, and the padding is that of the examples that have arrived.
+    algorithm = fedavg(model, batches=fedsim.Batches(size=SIZE, drop_remainder=True))
+    whole, state = population([8, 4], 2), algorithm.init(jax.random.key(0))
+    tuned = functools.partial(fedsim.evaluate_personalized, algorithm, state, whole, whole)
+    with pytest.raises(ValueError, match=r"The last batch of 3 of 4 clients is filled up with padding"):
+        fedsim.evaluate_personalized(algorithm, state, TRAIN, TRAIN, fine_tune=fedavg(model))
+    with pytest.raises(ValueError, match="Expected client_optimizer"):
+        tuned(fine_tune=fedavg(model, client_optimizer=optax.sgd(-0.1)))
+    partial = fedavg(model)
+    for options in ({"fine_tune": partial}, {"fine_tune": partial, "recalibrate": True}):
+        assert tuned(**options, rows=[[0, 8], [0, 4]]).overall == tuned(**options).overall
+        with pytest.raises(ValueError, match="The last batch of 1 of 2 clients is filled up with padding"):
+            tuned(**options, rows=[[0, 8], [0, 3]])
+
+
+@pytest.mark.filterwarnings("ignore:1 of 2 clients, the first with 3 examples, can never take a step")
+def test_the_step_of_per_fedavg_drops_partial_batches_as_a_round_does():
+    """A client with fewer examples than a batch then takes no step."""
+    options = {"client_optimizer": optax.sgd(0.1), "alpha": 0.5}
+    dropping, *others = (
+        fedsim.algorithms.PerFedAvg(
+            model=make_model(), batches=fedsim.Batches(size=SIZE, shuffle=False, drop_remainder=drop), **options
+        )
+        for drop in (True, False)
+    )
+    state, data = dropping.init(jax.random.key(0)), population([3, 4], 3)
+    found = [fedsim.evaluate_personalized(each, state, data, data).clients["loss"].result() for each in (dropping, *others)]
+    server = fedsim.evaluate(dropping.model, state.params, data).clients["loss"].result()
+    assert found[0][0] == pytest.approx(server[0], rel=1e-5) != pytest.approx(found[1][0], rel=1e-2)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5) != pytest.approx(server[1], rel=1e-2)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from formats.clients import REAL, contents, needs_real, some_clients, text
 
+import fedsim
 from fedsim.data import ClientDataset, FederatedData, FormatError
 from fedsim.formats import read_leaf, write_leaf
 from fedsim.formats._json import JsonReader
@@ -50,6 +51,19 @@ class TestLeafsOwnFiles:
             (tmp_path / file.name).write_bytes(file.read_bytes())
         with pytest.raises(FormatError, match="occurs more than once"):  # the splits of a user have the same client id
             read_leaf(tmp_path).load()
+
+
+def test_hidden_files_and_links_to_nothing_are_no_part_of_a_folder(tmp_path):
+    """The hash that a configuration records has no hidden files either."""
+    users = {"ann": {"x": [[0.5, 1.5], [2.5, 3.5]] * 4, "y": [0, 1] * 4}, "bob": {"x": [[4.5, 5.5]] * 3, "y": [1] * 3}}
+    leaf_file(tmp_path / "all.json", users)
+    name = fedsim.datasets.with_hash(str(tmp_path))
+    leaf_file(tmp_path / ".more.json", {"eve": users["ann"]})
+    (tmp_path / "._all.json").write_bytes(b"\x00\x05\x16\x07")  # as macOS writes
+    (tmp_path / "a.json").symlink_to("nowhere")
+    assert fedsim.datasets.with_hash(str(tmp_path)) == name
+    splits = fedsim.datasets.load(name)
+    assert set(splits.train.client_ids) | set(splits.test.client_ids) == {"ann", "bob"}
 
 
 def test_strings_become_text_and_lists_of_strings_become_features(tmp_path):

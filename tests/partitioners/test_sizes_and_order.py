@@ -116,6 +116,13 @@ def test_times_over_the_whole_range_of_their_type_are_divided_equally(dtype):
     ]  # fmt: skip
 
 
+def test_dates_that_are_more_than_292_years_apart_are_divided_equally():
+    """Their difference in nanoseconds does not fit in 64 bits with a sign."""
+    for unit in ("D", "ns"):
+        times = np.array(["2200-01-01", "1700-01-01", "1850-01-01", "2000-01-01"], f"datetime64[{unit}]")
+        assert [rows.tolist() for rows in partitioners.temporal(times, clients=2, equal="time")] == [[1, 2], [0, 3]]
+
+
 def test_equal_timestamps_have_one_client_by_time_and_keep_their_order_by_examples():
     assert sizes(partitioners.temporal(np.full(6, 7), clients=3, equal="time")).tolist() == [6, 0, 0]
     assert [rows.tolist() for rows in partitioners.temporal(np.full(6, 7), clients=3)] == [[0, 1], [2, 3], [4, 5]]
