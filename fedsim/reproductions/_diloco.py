@@ -89,7 +89,8 @@ def load(request: Request, workers: int, *, by_site: bool, seed: int) -> Text:
     def of_all(split: str) -> FederatedData:
         documents = _joined(parts[split].values())
         packed = pack([documents[i] for i in np.random.default_rng(0).permutation(len(documents))], LENGTH)
-        return FederatedData.from_arrays({name: rows[:_EVALUATED] for name, rows in packed.items()}, sizes=[_EVALUATED])
+        kept = {name: rows[:_EVALUATED] for name, rows in packed.items()}
+        return FederatedData.from_arrays(kept, sizes=[len(kept["x"])])
 
     each = [pack(documents, LENGTH) for documents in own]
     columns = {name: np.concatenate([packed[name] for packed in each]) for name in each[0]}
