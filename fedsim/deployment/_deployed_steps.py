@@ -155,7 +155,6 @@ class _Steps:
                 "deployed without a synchronization model, or this file is lost. Start a new run in another folder."
             )
         else:
-            self._server.now = self._server.time
             self._model.begin(self._server)
 
     def run(self, state: State) -> tuple[State, RoundInfo, Cohort]:

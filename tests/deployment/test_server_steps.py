@@ -305,6 +305,66 @@ def test_an_answer_after_the_timeout_is_late(tmp_path):
     assert largest_difference(state.params, other.params) == 0
 
 
+class _AtOnce(Nodes):
+    """A node in this process whose answers are there at once, one for each call of `receive`."""
+
+    count, sent = 1, 0
+
+    def __init__(self):
+        self.node, self.replies = None, []
+
+    def send(self, number, blobs):
+        self.sent += 1
+        self.replies.append(Received(f"{self.sent}", number, self.node.answer(blobs)))
+        return f"{self.sent}"
+
+    def receive(self):
+        return [self.replies.pop(0)] if self.replies else []
+
+
+def test_the_work_of_the_server_itself_counts_against_no_client(tmp_path):
+    """An evaluation takes six times as long as the server waits for a client, and all answers are there at once."""
+    data, now = fedsim.FederatedData.from_arrays({"x": np.linspace(0, 1, 4, dtype=np.float32)}, sizes=[1] * 4), [0.0]
+    sampler, nodes = fedsim.UniformSampler(data, clients=2, seed=0), _AtOnce()
+    execution = DeployedSteps(
+        nodes=nodes, folder=tmp_path, sampler=sampler, synchronization=systems.Synchronous(deadline=10.0),
+        policy=systems.Policy(timeout=10.0), clock=lambda: now[0],
+    )  # fmt: skip
+    algorithm = fedsim.algorithms.Histogram(bins=2, staleness=fedsim.Staleness(bound=0), execution=execution)
+    nodes.node = Node(algorithm, sampler, 0, 1, tmp_path / "node")
+    state = algorithm.with_memory(algorithm.init(jax.random.key(0)), data)
+    for step in range(3):
+        state, _ = algorithm.apply(state, sampler.cohort(step))
+        now[0] += 60
+    assert [len(line["updates"]["client"]) for line in lines(tmp_path)] == [2, 2, 2]
+    assert [(line["steps"]["late"], line["steps"]["time"]) for line in lines(tmp_path)] == [(0, 0.0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [(systems.Synchronous(), systems.Policy(timeout=10.0)), (systems.Synchronous(deadline=10.0), systems.Policy())],
+    ids=["timeout", "deadline"],
+)
+def test_what_has_come_before_a_deadline_is_in_time_although_the_server_sees_it_afterwards(model, policy):
+    """The server looks at 0, 9 and 18 seconds, and finds at 18 what has come after 9."""
+    data, now = fedsim.FederatedData.from_arrays({"x": np.zeros(4)}, sizes=[1] * 4), [0.0]
+
+    def outcomes():
+        found = [Outcome(number, True) for number in server.in_flight] if now[0] > 9 else []
+        now[0] += 9
+        return found
+
+    server = RealServer(
+        fedsim.UniformSampler(data, clients=2, seed=0), np.ones(4, int), policy, outcomes=outcomes,
+        reachable=lambda: np.ones(4, bool), clock=lambda: now[0],
+    )  # fmt: skip
+    model.begin(server)
+    while not server.taken:
+        server.next_event(model)
+    (taken,) = server.taken
+    assert (len(taken.updates.client), int(taken.steps.late[0]), float(taken.steps.time[0])) == (2, 0, 10.0)
+
+
 def test_what_synchronization_models_cannot_deploy_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Mime cannot run with staleness, or on a virtual clock: its round has other calls"):
         prepared(*federation("Mime"), MODELS["buffered"])
