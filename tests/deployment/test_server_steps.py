@@ -13,7 +13,7 @@ import pytest
 
 import fedsim
 from fedsim import systems
-from fedsim.configuration import following, prepared
+from fedsim.configuration import RunConfig, Settings, build, following, prepared
 from fedsim.deployment import DeployedSteps, Node, Nodes, Outcome, RealServer, Received
 from fedsim.experiment.driving import Checkpoints
 from fedsim.systems import Deliveries
@@ -193,11 +193,38 @@ def test_the_simulator_ends_as_the_deployment_with_its_record(model, name, optio
     other, expected = simulated(tmp_path, 6, model, name, **options)
     # In FedAdam's server step, XLA rounds other products in the program of a whole round.
     assert largest_difference(state.params, other.params) <= (1e-6 if name == "FedAdam" else 0)
+    assert {line["synchronization"] for line in lines(tmp_path)} == {type(model).__name__}
     size = len(lines(tmp_path)[-1]["updates"]["client"])
     for key in ("weight", "num_steps", "bits_up", "staleness"):
         assert info.clients[key][:size].tolist() == expected.clients[key][:size].tolist()
     stale = [version < line["round"] - 1 for line in lines(tmp_path) for version in line["updates"]["version"]]
     assert any(stale) == (type(model) is not systems.Synchronous)
+
+
+def test_a_record_is_repeated_by_the_model_that_has_made_it_and_by_no_other(tmp_path):
+    """Updates of FedAsync are mixed into the model, which the updates themselves do not say."""
+    updates = {name: [0] for name in systems.Updates._fields} | {"weight": [1.0], "scale": [0.6]}
+    steps = dict.fromkeys(systems.ServerSteps._fields, 1)
+    line = {"round": 1, "synchronization": "Asynchronous", "updates": updates, "steps": steps}
+    (tmp_path / "deliveries.jsonl").write_text(json.dumps(line) + "\n")
+    config = RunConfig(
+        dataset="digits(clients=12)", model="digits_logistic", rounds=1, deliveries=f"{tmp_path / 'deliveries.jsonl'}"
+    )
+    same = dataclasses.replace(config, synchronization="asynchronous(concurrency=2)")
+    assert build(same, Settings()).algorithm.staleness.mixing
+    for other, name in ((None, "Synchronous"), ("buffered(size=1, concurrency=4)", "Buffered")):
+        with pytest.raises(ValueError, match=f"Expected the synchronization model of .*, Asynchronous, .* got {name}: "):
+            build(dataclasses.replace(config, synchronization=other), Settings())
+
+
+@pytest.mark.parametrize(
+    "option", [{"synchronization": "buffered(size=2, concurrency=4)"}, {"response_timeout": 5.0}, {"late_updates": "use"}]
+)
+def test_a_record_of_whole_rounds_is_repeated_without_a_model(option, tmp_path):
+    (tmp_path / "deliveries.jsonl").write_text('{"round": 1, "nodes": 2, "answered": [0, 1]}\n')
+    config = RunConfig(dataset="digits(clients=12)", rounds=1, deliveries=f"{tmp_path / 'deliveries.jsonl'}", **option)
+    with pytest.raises(ValueError, match=f"Expected no synchronization model .* got {next(iter(option))}=.*: leave it out"):
+        build(config, Settings())
 
 
 class _LosesOne(Nodes):
