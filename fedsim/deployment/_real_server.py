@@ -75,8 +75,8 @@ class RealServer(Server):
         clients: Any = _Reachable(bytes_down, bytes_up, reachable)
         super().__init__(sampler, steps, clients, policy, ())
         self._outcomes, self._reachable, self._clock, self._once = outcomes, reachable, clock, once
-        # What the clock says while it stands still; the start of the last look at what has come; and, while the clock runs, what
-        # `clock` says at time 0.
+        # The time while the clock stands still, and at the start of the last look at what has come; and what `clock` says at
+        # time 0, while the clock runs.
         self._stopped, self._looked = 0.0, -math.inf
         self._began: float | None = None
         self._known = reachable()
