@@ -47,8 +47,10 @@ class SecureMean(SumAggregator):
     `fedsim.privacy.SecureAggregation` reports. A robust aggregator such as `Krum` needs single updates, so it cannot be
     combined with secure aggregation. Bounds that clients enforce can: ``Clipped(1.0, inner=SecureMean(max_weight=1.0))``.
 
-    What clients keep follows their updates before this clipping and rounding, also in a round whose sum is not revealed. So
-    sums that are kept at clients and at the server, as in SCAFFOLD, FedDyn and FedDC, differ by what is clipped or hidden.
+    What clients keep follows their updates before this clipping and rounding. So sums that are kept at clients and at the
+    server, as in SCAFFOLD, FedDyn, FedDC and Scaffnew, differ by what is clipped. Clients keep nothing of a round in which
+    fewer than ``minimum`` of them take a step. If enough do, and so many updates are dropped that the sum is hidden, the others
+    keep what they have computed.
 
     Attributes:
       max_weight: largest weight of a client, positive; larger ones are clipped. Give 1 for ``weighting="uniform"``, and for

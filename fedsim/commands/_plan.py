@@ -11,6 +11,10 @@ from fedsim.commands._options import Option
 from fedsim.commands._training import use_devices
 from fedsim.execution import described_tpus
 from fedsim.planning import duration
+from fedsim.samplers import is_steered
+
+# So many cohorts are looked at for one that has clients.
+_MOST_COHORTS = 100
 
 _TPU = Option(
     "execution (speed only)",
@@ -30,13 +34,16 @@ def main(arguments: list[str]) -> int:
     algorithm, sampler, *_ = experiment.build(config, settings)
     if (topology := chosen.others["tpu"]) is not None:
         algorithm = _on_tpu(algorithm, topology)
-    plan = fedsim.plan(algorithm, sampler.cohort(0), measure=topology is None)
+    # A cohort of Poisson sampling may have no clients. The later rounds of a sampler that values steer are not known.
+    known = 1 if is_steered(sampler) else min(config.rounds, _MOST_COHORTS)
+    cohort = next((cohort for cohort in map(sampler.cohort, range(known)) if len(cohort)), sampler.cohort(0))
+    plan = fedsim.plan(algorithm, cohort, measure=topology is None)
     print(plan)
     if plan.seconds is not None:
         total = duration(plan.seconds * config.rounds)
         print(f"{config.rounds:,} rounds: about {total}, without compilation, evaluation and checkpoints")
     if type(algorithm).apply is fedsim.Algorithm.apply:
-        print(fedsim.audit(algorithm, sampler.cohort(0)))
+        print(fedsim.audit(algorithm, cohort))
     return 0
 
 

@@ -237,7 +237,17 @@ def _as_delivered(experiment: Experiment, config: RunConfig, synchronization: sy
     assert config.deliveries is not None
     record = systems.Deliveries.read(pinned_path(config.deliveries))
     if not record.has_server_steps:
+        if others := [name for name in config.clock_options if name != "deliveries"]:
+            raise ValueError(
+                f"Expected no synchronization model with deliveries={config.deliveries!r}, the rounds of a deployment that had "
+                f"none, got {others[0]}={getattr(config, others[0])!r}: leave it out."
+            )
         return experiment._replace(sampler=record.sampler(experiment.sampler, config.rounds))
+    if record.synchronization not in (None, name := type(synchronization).__name__):
+        raise ValueError(
+            f"Expected the synchronization model of the deployment, {record.synchronization}, with "
+            f"deliveries={config.deliveries!r}, got {name}: give its --synchronization, or its folder by --from."
+        )
     ready = prepared(experiment.algorithm, experiment.sampler, synchronization)
     made = following(ready.algorithm, experiment.sampler, record.schedule(config.rounds), mixing=ready.mixing)
     return experiment._replace(algorithm=made.algorithm, sampler=made.sampler)

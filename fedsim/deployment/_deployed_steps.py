@@ -129,7 +129,7 @@ class _Steps:
         self._nodes, self._folder = execution.nodes, execution.folder
         self.version = cohort.round
         self._rounds: dict[int, DividedRound] = {}
-        self._record = Record(self._folder, self.version)
+        self._record = Record(self._folder, self.version, type(execution.synchronization).__name__)
         self._node_of = np.zeros(self._data.num_clients, np.int64)
         for node, clients in enumerate(self._nodes.slots_of(np.arange(self._data.num_clients))):
             self._node_of[clients] = node
@@ -155,7 +155,6 @@ class _Steps:
                 "deployed without a synchronization model, or this file is lost. Start a new run in another folder."
             )
         else:
-            self._server.now = self._server.time
             self._model.begin(self._server)
 
     def run(self, state: State) -> tuple[State, RoundInfo, Cohort]:

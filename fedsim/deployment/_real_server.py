@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +32,10 @@ class Outcome(NamedTuple):
 class RealServer(Server):
     """A server whose clients are at nodes: what it dispatches is sent, and what it waits for arrives over a network.
 
-    Times are seconds since the start of the run. A client is available if its node is, and if it has no work and its last
-    update has been aggregated or dropped. A synchronization model sees no difference to a simulation.
+    Times are seconds since the start of the run in which the server has waited: its clock stands still while the server itself
+    works, for a server step or an evaluation, so that this time counts against no client. Before a deadline or a timeout is
+    over, everything that has come is taken, and is in time. A client is available if its node is, and if it has no work and its
+    last update has been aggregated or dropped. A synchronization model sees no difference to a simulation.
 
     Args:
       sampler: selects the clients.
@@ -72,15 +75,18 @@ class RealServer(Server):
         clients: Any = _Reachable(bytes_down, bytes_up, reachable)
         super().__init__(sampler, steps, clients, policy, ())
         self._outcomes, self._reachable, self._clock, self._once = outcomes, reachable, clock, once
-        self._began = clock()
+        # The time while the clock stands still, and at the start of the last look at what has come; and what `clock` says at
+        # time 0, while the clock runs.
+        self._stopped, self._looked = 0.0, -math.inf
+        self._began: float | None = None
         self._known = reachable()
         self.outbox: list[Dispatch] = []
         self.taken: deque[Schedule] = deque()
 
     @property
     def time(self) -> float:
-        """The seconds since the start of the run."""
-        return self._clock() - self._began
+        """The seconds since the start of the run in which the server has waited."""
+        return self._stopped if self._began is None else self._clock() - self._began
 
     def aggregate(self, *arguments: Any, **keywords: Any) -> None:
         super().aggregate(*arguments, **keywords)
@@ -97,7 +103,7 @@ class RealServer(Server):
           at_hand: the numbers of the dispatches whose updates are still there. Others that had been sent are lost.
         """
         super().restore(state)
-        self._began = self._clock() - self.now
+        self._stopped = self.now
         self.outbox = [self.in_flight[number] for number in state["outbox"]]
         for number in [*self.in_flight, *self._given_up]:
             if number not in state["outbox"] and number not in at_hand:
@@ -122,7 +128,9 @@ class RealServer(Server):
             self._push(self.now + self._policy.timeout, "timeout", number)
 
     def _wait_for_event(self) -> None:
-        while not self._events or self._events[0][0] > self.time:
+        self._began = self._clock() - self._stopped
+        while not self._is_due():
+            self._looked = self.time
             for number, arrived in self._outcomes():
                 self._over(number, arrived)
             known, self._known = self._known, self._reachable()
@@ -130,14 +138,24 @@ class RealServer(Server):
                 self._push(self.time, "wake", None)
             comes = self._events or self.in_flight or self._given_up or (self.waiting and not self._known.all())
             if not comes:
-                return
+                break
+        self._stopped, self._began = self.time, None
+
+    def _is_due(self) -> bool:
+        """Returns whether the next event has happened; for a deadline or a timeout, whether all is known that came before."""
+        if not self._events:
+            return False
+        time, *_, kind, _ = self._events[0]
+        return time <= (self._looked if kind in ("timer", "timeout") else self.time)
 
     def _over(self, number: int, arrived: bool) -> None:
         """Lets the answer to a dispatch, or its loss, be the next event. The second answer to a dispatch changes nothing."""
         table = self.in_flight if number in self.in_flight else self._given_up
         if number not in table or math.isfinite(table[number].stop):
             return
-        now = max(self.now, self.time)
+        self._events = [event for event in self._events if event[-2:] != ("timeout", number)]
+        heapq.heapify(self._events)
+        now = max(self.now, min(self.time, self.next_time) if self._events else self.time)
         own = table[number]
         table[number] = own._replace(
             stop=now, free=now, arrives=arrived, steps=own.steps * arrived, uploads=int(arrived), lost=int(not arrived)

@@ -69,13 +69,15 @@ class Record(_Lines):
     Args:
       folder: of the run.
       rounds: the number of server steps before this process.
+      synchronization: the class of the synchronization model, of which it depends how a server step uses the updates.
 
     Attributes:
       bytes_down, bytes_up: of the messages since the last line.
     """
 
-    def __init__(self, folder: Path, rounds: int) -> None:
+    def __init__(self, folder: Path, rounds: int, synchronization: str) -> None:
         super().__init__(folder, rounds)
+        self._synchronization = synchronization
         self._replace()
         self.bytes_down = self.bytes_up = 0
         # For each client, the server steps that have counted an update of it, from 1, with the number of its dispatch.
@@ -115,6 +117,7 @@ class Record(_Lines):
         updates = {name: column.tolist() for name, column in columns if name not in ("step", "staleness")}
         line = {
             "round": self._round,
+            "synchronization": self._synchronization,
             "updates": updates | {"counts": list(counts)},
             "steps": {name: column.tolist()[0] for name, column in taken.steps._asdict().items()},
             "lost": list(lost),

@@ -147,7 +147,7 @@ class _PythonClients(Clients):
                 accumulator = _stage("aggregator.zero", name, call.fold.zero, arrived, slots)
             added = accumulator, arrived, of_info["weight"], slot
             accumulator = _stage("aggregator.accumulate", name, call.fold.accumulate, *added)
-            self._keep(call, slot, of_info["weight"] != 0, stored, memory, aggregator_memory)
+            self._keep(call, slot, own.keeps(of_info["weight"]), stored, memory, aggregator_memory)
             entries = self._put(call, own, entries, of_info)
         entries = entries if len(self.cohort) else jax.tree.map(jnp.zeros_like, entries)
         memory = self.before.aggregator.get(call.name, ())

@@ -57,6 +57,7 @@ class ClientPlan(NamedTuple):
       attacker: whether it is an attacker, ``bool []``.
       staleness: how many rounds ago the client's model was sent.
       weight, scale: the factors of its weight and of its update, ``float32 []``.
+      revealed: whether enough clients take a step for the server to see their sum, ``bool []``; () if it sees single updates.
       key: the client's PRNG key of this call.
       streams: the words that key the shuffle, ``uint32 [2]``, and the key of the steps; both are for training.
 
@@ -79,8 +80,14 @@ class ClientPlan(NamedTuple):
     staleness: jax.Array
     weight: jax.Array
     scale: jax.Array
+    revealed: Any
     key: jax.Array
     streams: tuple[jax.Array, jax.Array]
+
+    def keeps(self, weight: jax.Array) -> jax.Array:
+        """Returns whether the client keeps what its work returned: its update has this weight, and the sum is revealed."""
+        counts = weight != 0
+        return counts if isinstance(self.revealed, tuple) else counts & self.revealed
 
 
 class BatchReader(NamedTuple):
@@ -209,7 +216,7 @@ class Client:
         return dataclasses.replace(self, reader=reader)
 
 
-def client_plans(plan: RoundPlan, keys: jax.Array) -> ClientPlan:
+def client_plans(plan: RoundPlan, keys: jax.Array, revealed: Any = ()) -> ClientPlan:
     """Returns what is known of the clients of a round, leaves ``[slots, ...]``, with these keys ``[slots]``."""
     return ClientPlan(
         slot=jnp.arange(len(keys), dtype=jnp.int32),
@@ -222,6 +229,7 @@ def client_plans(plan: RoundPlan, keys: jax.Array) -> ClientPlan:
         staleness=jnp.asarray(plan.staleness),
         weight=jnp.asarray(plan.weight),
         scale=jnp.asarray(plan.scale),
+        revealed=revealed,
         key=keys,
         streams=jax.vmap(streams)(keys),
     )

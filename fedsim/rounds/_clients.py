@@ -252,7 +252,8 @@ class Clients:
             self._current = received
             self._keep_sent(received if statistics == () else (received, statistics))
         # Keys are derived for the whole cohort at once, which takes as long as for a single client.
-        clients = client_plans(self.plan, rng.client_keys(key, key_rounds, self.plan.client))
+        keys = rng.client_keys(key, key_rounds, self.plan.client)
+        clients = client_plans(self.plan, keys, self._revealed(aggregator))
         return Call(
             name=name,
             work_name=getattr(work, "__name__", "work"),
@@ -265,6 +266,13 @@ class Clients:
             fold=fold,
             clients=clients,
         )
+
+    def _revealed(self, aggregator: Aggregator | None) -> Any:
+        """Returns `ClientPlan.revealed` of all clients, ``bool [slots]``."""
+        if aggregator is None or (fewest := aggregator.fewest_clients) == 1:
+            return ()
+        num_steps = training_steps(self.algorithm.batches, jnp.asarray(self.plan.size), self.plan.most_steps)
+        return jnp.full(num_steps.shape, jnp.count_nonzero(num_steps) >= fewest)
 
     def _check_staleness(self, aggregator: Aggregator | None) -> None:
         if aggregator is None or len(self.names) > 1:

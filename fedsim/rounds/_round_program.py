@@ -216,7 +216,7 @@ class TracedCall:
         # A client that keeps something for the first time has kept for other calls what it had before its first round.
         others = tree.select(stored.seen, by_call, {name: first_memories[name] for name in by_call})
         new = memory, {name: aggregator_memory if name == self.name else kept for name, kept in others.items()}
-        counts = entries["weight"] != 0
+        counts = own.keeps(entries["weight"])
         return arrived, entries, ClientTable(tree.select(counts, new, stored.rows), stored.seen | counts)
 
     def add_all(self, operands: Operands, accumulator: Any, updates: tuple[Any, jax.Array, jax.Array]) -> Any:

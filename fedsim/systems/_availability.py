@@ -176,7 +176,7 @@ class Traces:
         checks.positive(or_none=True, period=self.period)
         for client, entry in self.clients.items():
             self._check(client, entry)
-        if not any(entry.get("online", True) for entry in self.clients.values()):
+        if not any(len(entry.get("online", [()])) for entry in self.clients.values()):
             raise ValueError(f"No client of {self.source} is ever online: give at least one interval, such as (0, 3600).")
 
     @classmethod

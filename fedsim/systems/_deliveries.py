@@ -74,6 +74,11 @@ class Deliveries:
         """Whether a synchronization model has aggregated single updates; otherwise whole rounds were deployed."""
         return "updates" in self.lines[0]
 
+    @property
+    def synchronization(self) -> str | None:
+        """The class of the synchronization model; None if whole rounds were deployed, or the record is an older one."""
+        return self.lines[0].get("synchronization")
+
     def schedule(self, rounds: int) -> Schedule:
         """Returns the schedule of the first server steps.
 

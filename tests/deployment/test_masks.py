@@ -154,6 +154,20 @@ def test_the_sum_of_too_few_clients_is_not_asked_for(tmp_path):
         apart.apply(state, cohort)
 
 
+@pytest.mark.filterwarnings("ignore:No update counts in round 2", "ignore:In round 1, 4 client")
+@pytest.mark.slow
+def test_a_round_with_too_few_clients_is_that_of_a_simulation(tmp_path):
+    """Four clients take a step in round 2, so that no client keeps anything of it."""
+    algorithm, sampler, _, apart = watched(tmp_path, dataclasses.replace(MEAN, minimum=5), "SCAFFOLD")
+    state = other = algorithm.init(jax.random.key(0))
+    for round in range(3):
+        cohort = sampler.cohort(round)
+        cohort = dataclasses.replace(cohort, clients=cohort.clients[:4]) if round == 1 else cohort
+        state, _ = algorithm.apply(state, cohort)
+        other, _ = apart.apply(other, cohort)
+    assert largest_difference(state.params, other.params) == 0
+
+
 def test_a_node_with_an_update_that_does_not_count_sends_no_sum(tmp_path):
     """In round 2 the updates of node 2 are not finite, and the total of the other nodes would be that of too few clients."""
     mean = dataclasses.replace(MEAN, minimum=5)

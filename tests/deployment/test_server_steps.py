@@ -13,7 +13,7 @@ import pytest
 
 import fedsim
 from fedsim import systems
-from fedsim.configuration import following, prepared
+from fedsim.configuration import RunConfig, Settings, build, following, prepared
 from fedsim.deployment import DeployedSteps, Node, Nodes, Outcome, RealServer, Received
 from fedsim.experiment.driving import Checkpoints
 from fedsim.systems import Deliveries
@@ -193,11 +193,38 @@ def test_the_simulator_ends_as_the_deployment_with_its_record(model, name, optio
     other, expected = simulated(tmp_path, 6, model, name, **options)
     # In FedAdam's server step, XLA rounds other products in the program of a whole round.
     assert largest_difference(state.params, other.params) <= (1e-6 if name == "FedAdam" else 0)
+    assert {line["synchronization"] for line in lines(tmp_path)} == {type(model).__name__}
     size = len(lines(tmp_path)[-1]["updates"]["client"])
     for key in ("weight", "num_steps", "bits_up", "staleness"):
         assert info.clients[key][:size].tolist() == expected.clients[key][:size].tolist()
     stale = [version < line["round"] - 1 for line in lines(tmp_path) for version in line["updates"]["version"]]
     assert any(stale) == (type(model) is not systems.Synchronous)
+
+
+def test_a_record_is_repeated_by_the_model_that_has_made_it_and_by_no_other(tmp_path):
+    """Updates of FedAsync are mixed into the model, which the updates themselves do not say."""
+    updates = {name: [0] for name in systems.Updates._fields} | {"weight": [1.0], "scale": [0.6]}
+    steps = dict.fromkeys(systems.ServerSteps._fields, 1)
+    line = {"round": 1, "synchronization": "Asynchronous", "updates": updates, "steps": steps}
+    (tmp_path / "deliveries.jsonl").write_text(json.dumps(line) + "\n")
+    config = RunConfig(
+        dataset="digits(clients=12)", model="digits_logistic", rounds=1, deliveries=f"{tmp_path / 'deliveries.jsonl'}"
+    )
+    same = dataclasses.replace(config, synchronization="asynchronous(concurrency=2)")
+    assert build(same, Settings()).algorithm.staleness.mixing
+    for other, name in ((None, "Synchronous"), ("buffered(size=1, concurrency=4)", "Buffered")):
+        with pytest.raises(ValueError, match=f"Expected the synchronization model of .*, Asynchronous, .* got {name}: "):
+            build(dataclasses.replace(config, synchronization=other), Settings())
+
+
+@pytest.mark.parametrize(
+    "option", [{"synchronization": "buffered(size=2, concurrency=4)"}, {"response_timeout": 5.0}, {"late_updates": "use"}]
+)
+def test_a_record_of_whole_rounds_is_repeated_without_a_model(option, tmp_path):
+    (tmp_path / "deliveries.jsonl").write_text('{"round": 1, "nodes": 2, "answered": [0, 1]}\n')
+    config = RunConfig(dataset="digits(clients=12)", rounds=1, deliveries=f"{tmp_path / 'deliveries.jsonl'}", **option)
+    with pytest.raises(ValueError, match=f"Expected no synchronization model .* got {next(iter(option))}=.*: leave it out"):
+        build(config, Settings())
 
 
 class _LosesOne(Nodes):
@@ -303,6 +330,66 @@ def test_an_answer_after_the_timeout_is_late(tmp_path):
     assert all(np.all(np.subtract(line["updates"]["stop"], line["updates"]["start"]) < 6) for line in recorded)
     other, _ = simulated(tmp_path, 4, systems.Synchronous())
     assert largest_difference(state.params, other.params) == 0
+
+
+class _AtOnce(Nodes):
+    """A node in this process whose answers are there at once, one for each call of `receive`."""
+
+    count, sent = 1, 0
+
+    def __init__(self):
+        self.node, self.replies = None, []
+
+    def send(self, number, blobs):
+        self.sent += 1
+        self.replies.append(Received(f"{self.sent}", number, self.node.answer(blobs)))
+        return f"{self.sent}"
+
+    def receive(self):
+        return [self.replies.pop(0)] if self.replies else []
+
+
+def test_the_work_of_the_server_itself_counts_against_no_client(tmp_path):
+    """An evaluation takes six times as long as the server waits for a client, and all answers are there at once."""
+    data, now = fedsim.FederatedData.from_arrays({"x": np.linspace(0, 1, 4, dtype=np.float32)}, sizes=[1] * 4), [0.0]
+    sampler, nodes = fedsim.UniformSampler(data, clients=2, seed=0), _AtOnce()
+    execution = DeployedSteps(
+        nodes=nodes, folder=tmp_path, sampler=sampler, synchronization=systems.Synchronous(deadline=10.0),
+        policy=systems.Policy(timeout=10.0), clock=lambda: now[0],
+    )  # fmt: skip
+    algorithm = fedsim.algorithms.Histogram(bins=2, staleness=fedsim.Staleness(bound=0), execution=execution)
+    nodes.node = Node(algorithm, sampler, 0, 1, tmp_path / "node")
+    state = algorithm.with_memory(algorithm.init(jax.random.key(0)), data)
+    for step in range(3):
+        state, _ = algorithm.apply(state, sampler.cohort(step))
+        now[0] += 60
+    assert [len(line["updates"]["client"]) for line in lines(tmp_path)] == [2, 2, 2]
+    assert [(line["steps"]["late"], line["steps"]["time"]) for line in lines(tmp_path)] == [(0, 0.0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [(systems.Synchronous(), systems.Policy(timeout=10.0)), (systems.Synchronous(deadline=10.0), systems.Policy())],
+    ids=["timeout", "deadline"],
+)
+def test_what_has_come_before_a_deadline_is_in_time_although_the_server_sees_it_afterwards(model, policy):
+    """The server looks at 0, 9 and 18 seconds, and finds at 18 what has come after 9."""
+    data, now = fedsim.FederatedData.from_arrays({"x": np.zeros(4)}, sizes=[1] * 4), [0.0]
+
+    def outcomes():
+        found = [Outcome(number, True) for number in server.in_flight] if now[0] > 9 else []
+        now[0] += 9
+        return found
+
+    server = RealServer(
+        fedsim.UniformSampler(data, clients=2, seed=0), np.ones(4, int), policy, outcomes=outcomes,
+        reachable=lambda: np.ones(4, bool), clock=lambda: now[0],
+    )  # fmt: skip
+    model.begin(server)
+    while not server.taken:
+        server.next_event(model)
+    (taken,) = server.taken
+    assert (len(taken.updates.client), int(taken.steps.late[0]), float(taken.steps.time[0])) == (2, 0, 10.0)
 
 
 def test_what_synchronization_models_cannot_deploy_is_refused(tmp_path):

@@ -196,6 +196,26 @@ def test_a_dropped_client_keeps_its_old_memory(how):
 
 
 @pytest.mark.first(1)
+@pytest.mark.parametrize("how", ["jit, on the device", *(how for how in EXECUTIONS if how != "jit, on the device")])
+@pytest.mark.filterwarnings("ignore:In round 1, 2 client.s. sent an update, fewer than minimum=3")
+def test_clients_keep_nothing_of_a_round_whose_sum_is_never_revealed(how):
+    """Two clients take a step in round 1, of which one had none before, and three in round 2."""
+    mean = fedsim.aggregators.SecureMean(max_weight=1.0, clip=2000.0, minimum=3)
+    algorithm = Counting(execution=EXECUTIONS[how], batches=BATCHES, aggregator=mean)
+    population, state = federation.data(), algorithm.init(jax.random.key(0))
+    filled, (empty,) = np.flatnonzero(population.sizes), np.flatnonzero(population.sizes == 0)
+    expected = np.zeros(8, int)
+    for round, chosen in enumerate([filled[:3], [*filled[2:4], empty], filled[:3]]):
+        cohort = fedsim.Cohort(population, np.array(chosen), round, fedsim.rng.root(0))
+        state, info = algorithm.apply(state, cohort)
+        if round != 1:
+            expected[chosen] += 1
+        (kept, _), seen = federation.plain(state).clients
+        assert kept.visits.tolist() == expected.tolist() and seen.tolist() == (expected > 0).tolist()
+        assert int(info.num_aggregated) == (2 if round == 1 else 3)
+
+
+@pytest.mark.first(1)
 @pytest.mark.filterwarnings("ignore:.*did not reach the server")
 @pytest.mark.parametrize("memory", ["resident", "stream"])
 @pytest.mark.parametrize("devices", [8, 1, 2])

@@ -252,6 +252,17 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path, monkeypatch, cap
     assert "\n40 rounds: about " in shown and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("sampler", "round"), [("poisson", 1), ("oort", 0)])
+def test_the_command_plans_the_first_round_that_has_clients(sampler, round, monkeypatch):
+    """With Poisson sampling of one client in ten, the first cohort of this seed is empty."""
+    planned = []
+    monkeypatch.setattr(fedsim, "plan", lambda _, cohort, measure: planned.append(cohort) or SimpleNamespace(seconds=None))
+    monkeypatch.setattr(fedsim, "audit", lambda _, cohort: planned.append(cohort))
+    options = ["--dataset", "digits(clients=10)", "--model", "digits_logistic", "--clients", "1", "--seed", "3"]
+    assert main(["plan", *options, "--sampler", sampler]) == 0
+    assert [(cohort.round, len(cohort)) for cohort in planned] == [(round, 1)] * 2
+
+
 @pytest.mark.slow
 def test_a_plan_says_what_stays_whole_on_the_devices_of_a_client():
     data = fedsim.datasets.load("digits(clients=20)").train

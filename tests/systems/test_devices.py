@@ -43,6 +43,7 @@ def test_laws_have_their_mean_and_deviation(law, mean, deviation):
         (lambda: systems.Traces({"ann": {"seconds_per_step": math.inf}}), "'ann' has seconds_per_step=inf.*finite"),
         (lambda: systems.Traces({"ann": {"online": None}}), "'ann' has online=None: expected a list of intervals"),
         (lambda: systems.Traces({"ann": {"online": 5}}), "'ann' has online=5: expected a list of intervals"),
+        (lambda: systems.Traces({"ann": {"online": np.zeros((0, 2))}}), "No client of traces is ever online"),
         (lambda: systems.Devices(seconds_per_step="fast"), "seconds_per_step='fast'.*law such as"),
         (lambda: systems.Devices(upload_rate=0), "upload_rate > 0 bytes per second.*no message would ever arrive"),
         (lambda: systems.Devices(availability=0.5), "availability to be an instance of Diurnal.*availability=0.5"),
@@ -124,6 +125,12 @@ def test_work_that_ends_with_an_interval_ends_there():
     intervals = Intervals(np.array([3]), np.array([2.0, 12.5, 20.0]), np.array([9.0, 13.0, 31.25]), np.zeros(1), 32.0)
     for seconds, stop in ((7.0, 9.0), (7.5, 13.0), (18.75, 31.25), (18.75 + 7.0, 41.0), (2 * 18.75, 63.25)):
         assert intervals.advance(0, 0.0, seconds) == stop
+
+
+def test_the_intervals_of_traces_may_be_an_array():
+    traces = systems.Traces({"ann": {"online": np.array([[0.0, 60.0], [90.0, 120.0]])}})
+    intervals = traces.intervals(["ann"], np.random.default_rng(0))
+    assert [intervals.online(0, time) for time in (0.0, 70.0, 100.0)] == [True, False, True]
 
 
 def test_clients_are_selected_only_while_online_and_pause_when_offline():
