@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import checks, rng
+from fedsim.aggregators import GaussianMechanism, PartlyUniform
 from fedsim.algorithm import Algorithm
 from fedsim.data import FederatedData
 from fedsim.differentiation._differentiable import differentiable
@@ -124,8 +125,9 @@ def client_worth(algorithm: Algorithm, sampler: Sampler, *, rounds: int, objecti
         ``fedsim.differentiation.validation_loss(model, validation_data)``. Do not use the test data, if clients are chosen.
 
     Raises:
-      ValueError: the algorithm cannot be differentiated or does not fit the sampler, clients have no updates with weights, or
-        an update is not finite.
+      ValueError: the algorithm cannot be differentiated or does not fit the sampler, clients have no updates with weights, the
+        aggregator bounds weights (`GaussianMechanism`, `MatrixMechanism`) or ignores them for some parameters
+        (`PartlyUniform`), or an update is not finite.
 
     >>> import optax, fedsim
     >>> data, model = fedsim.datasets.load("digits", clients=4), fedsim.models.digits_logistic()
@@ -143,6 +145,12 @@ def client_worth(algorithm: Algorithm, sampler: Sampler, *, rounds: int, objecti
         raise ValueError(
             f"Expected an algorithm whose clients send updates with weights, got {type(algorithm).__name__}, which defines no "
             "client_update: use FedAvg or another algorithm with one."
+        )
+    if isinstance(inner := algorithm.aggregator.innermost, (GaussianMechanism, PartlyUniform)):
+        raise ValueError(
+            f"Expected an aggregator that multiplies updates by their weights, got {inner}, which bounds weights or ignores them "
+            "for some parameters, so that there is no derivative in them: use Mean(), or Clipped(norm) for updates that are "
+            "clipped."
         )
     check_fits(sampler, algorithm)
     cohorts = [sampler.cohort(round) for round in range(rounds)]

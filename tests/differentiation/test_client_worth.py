@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import spearmanr
 
 import fedsim
-from fedsim import differentiation, rng
+from fedsim import aggregators, differentiation, rng
 
 
 def population(clients, wrong=(), **options):
@@ -92,6 +92,27 @@ def test_what_has_no_weights_is_refused():
     sampler = fedsim.UniformSampler(data, clients=4, seed=0)
     with pytest.raises(ValueError, match="DPSGD, which defines no client_update"):
         differentiation.client_worth(nodes, sampler, rounds=1, objective=lambda state: 0.0)
+
+
+@pytest.mark.parametrize(
+    "aggregator",
+    [
+        aggregators.GaussianMechanism(0.0, clip=1.0, denominator=4),
+        aggregators.MatrixMechanism(0.0, clip=1.0, denominator=4, matrix=aggregators.BinaryTree(rounds=1)),
+        aggregators.PartlyUniform("*"),
+    ],
+)
+def test_an_aggregator_without_a_derivative_in_the_weights_is_refused(aggregator):
+    """A mechanism takes weights above 1 as 1, and its derivative at 1 would be half of that from below."""
+    data, model = fedsim.datasets.load("digits", clients=4).train, fedsim.models.digits_logistic()
+    algorithm = fedsim.algorithms.FedAvg(
+        model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), weighting="uniform",
+        aggregator=aggregators.Clipped(1.0, inner=aggregator),
+    )  # fmt: skip
+    sampler, objective = fedsim.UniformSampler(data, clients=4, seed=0), differentiation.validation_loss(model, data)
+    named = f"got {type(aggregator).__name__}.*, which bounds weights or ignores them"
+    with pytest.raises(ValueError, match=named):
+        differentiation.client_worth(algorithm, sampler, rounds=1, objective=objective)
 
 
 class Whole(fedsim.algorithms.FedAvg):
