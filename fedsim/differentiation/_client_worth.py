@@ -148,9 +148,8 @@ def client_worth(algorithm: Algorithm, sampler: Sampler, *, rounds: int, objecti
         )
     if isinstance(inner := algorithm.aggregator.innermost, (GaussianMechanism, PartlyUniform)):
         raise ValueError(
-            f"Expected an aggregator that multiplies updates by their weights, got {inner}, which bounds weights or ignores them "
-            "for some parameters, so that there is no derivative in them: use Mean(), or Clipped(norm) for updates that are "
-            "clipped."
+            f"Expected an aggregator that multiplies updates by their weights, got {inner}, which bounds weights or ignores "
+            "them for some parameters, so that there is no derivative in them: use Mean(), or Clipped(norm) to clip updates."
         )
     check_fits(sampler, algorithm)
     cohorts = [sampler.cohort(round) for round in range(rounds)]
