@@ -282,7 +282,7 @@ def test_straight_through_aggregators_have_the_same_aggregate_and_the_derivative
         {"aggregator": aggregators.Compressed(compressors.ErrorFeedback(compressors.ScaledSign()))},
         {"aggregator": aggregators.CoordinateMedian()},
         {"aggregator": aggregators.Bulyan(attackers=0)},
-        {"aggregator": aggregators.DistributedMechanism(0.0, clip=100.0, clients=8, bits=20)},
+        {"aggregator": aggregators.DistributedMechanism(0.0, clip=100.0, clients=8, minimum=2, bits=20)},
         {"downlink": compressors.TopK(fraction=0.3)},
     ],
 )
