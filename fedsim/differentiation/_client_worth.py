@@ -17,7 +17,7 @@ from fedsim.aggregators import GaussianMechanism, PartlyUniform
 from fedsim.algorithm import Algorithm
 from fedsim.data import FederatedData
 from fedsim.differentiation._differentiable import differentiable
-from fedsim.rounds import Client, ClientUpdate
+from fedsim.rounds import Client, ClientUpdate, is_scalable
 from fedsim.samplers import Sampler, check_fits
 
 A = TypeVar("A", bound=Algorithm)
@@ -81,15 +81,18 @@ def with_client_weights(algorithm: A, weights: jax.Array) -> A:
     [1.0, 1.0, 1.0]
     """
     made, cls = copy.copy(algorithm), type(algorithm)
-    object.__setattr__(made, "__class__", _weighted(cls))  # type: ignore[arg-type]
+    object.__setattr__(made, "__class__", _weighted(cls, is_scalable(algorithm)))  # type: ignore[arg-type]
     object.__setattr__(made, "client_weights", weights)
     return made
 
 
 @functools.cache
-def _weighted(cls: type[Any]) -> type[Any]:
+def _weighted(cls: type[Any], scalable: bool) -> type[Any]:
     @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
     class Weighted(cls):
+        # A class that overrides client_update must declare it again.
+        capabilities = dataclasses.replace(cls.capabilities, scalable=scalable)
+
         client_weights: Any = None
 
         def check(self, data: FederatedData) -> None:

@@ -123,6 +123,10 @@ def is_scalable(algorithm: Any) -> bool:
     """Returns whether the algorithm's class declares that its updates may be scaled, see `fedsim.algorithm.Capabilities`.
 
     A base class cannot declare it for methods that a subclass overrides.
+
+    >>> import fedsim
+    >>> is_scalable(fedsim.algorithms.Histogram(bins=2))
+    False
     """
     for cls in type(algorithm).__mro__:
         if "capabilities" in vars(cls):
