@@ -408,7 +408,8 @@ def map_clients(
       execution: how clients are run; default `Auto`.
 
     Raises:
-      ValueError: clients of the cohort have started in earlier rounds; there is no model of these rounds here.
+      ValueError: clients of the cohort have started in earlier rounds; there is no model of these rounds here. Or ``shared`` is
+        a whole `FederatedState`.
 
     >>> import jax.numpy as jnp, numpy as np
     >>> data = FederatedData.from_arrays({"x": np.array([1.0, 2.0, 6.0], np.float32)}, sizes=[2, 1])
@@ -419,6 +420,11 @@ def map_clients(
     [2.0, 6.0]
     """
     cohort = without_arrivals(cohort, "map_clients")
+    if isinstance(shared, FederatedState):
+        raise ValueError(
+            "Expected what all clients get as shared in map_clients, got a FederatedState, which also has what clients keep: "
+            "give state.params, or state.server."
+        )
     algorithm = _map_of(_Same(work), batches or Batches(size=1, shuffle=False), execution or Auto())
     return cut_rows(algorithm.apply(shared, cohort)[1], cohort.slots)
 

@@ -7,7 +7,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,14 +162,17 @@ def write_arrays(path: Path, leaves: Mapping[str, Any]) -> None:
     def complete() -> None:
         sync_files(path)
         sync_folder(path.parent)
-        replace_text(path / FILES, json.dumps(_checksums(path)))
+        # Hidden files are not orbax's, but the system's, and may vanish.
+        files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith((FILES, ".")))
+        names = sorted(file.relative_to(path).as_posix() for file in files)
+        replace_text(path / FILES, json.dumps(_checksums(path, names)))
 
     distributed.in_all(save) if together else distributed.in_first(save)
     distributed.in_first(complete)
 
 
 def read_arrays(path: Path) -> Leaves:
-    """Returns the arrays in a folder that `write_arrays` has written.
+    """Returns the arrays in a folder that `write_arrays` has written. Other files in it are ignored.
 
     Raises:
       OSError: a file cannot be read.
@@ -183,11 +186,11 @@ def read_arrays(path: Path) -> Leaves:
     """
     expected = read_json(path / FILES, '{"manifest.ocdbt": 123}')
     # orbax never reads damaged files: it raises many kinds of errors for them, some of them in threads.
-    for name, checksum in _checksums(path).items():
-        if expected.pop(name, None) != checksum:
-            raise FormatError(f"{name} is truncated or changed")
-    if expected:
-        raise FormatError(f"{', '.join(expected)} is missing")
+    found = _checksums(path, expected)
+    if missing := sorted(expected.keys() - found.keys()):
+        raise FormatError(f"{', '.join(missing)} is missing")
+    if changed := sorted(name for name in found if found[name] != expected[name]):
+        raise FormatError(f"{', '.join(changed)} is truncated or changed")
     orbax, how = _orbax(), {}
     if (path / "_sharding").exists():  # Otherwise orbax looks for the devices that wrote the arrays.
         how["restore_args"] = {name: _as_numpy() for name in _names(orbax.metadata(path.absolute()))}
@@ -201,15 +204,15 @@ def is_complete(path: Path) -> bool:
     False
     """
     try:
-        return read_json(path / FILES) == _checksums(path)
+        expected = read_json(path / FILES, '{"manifest.ocdbt": 123}')
+        return bool(expected == _checksums(path, expected))
     except (OSError, ValueError):
         return False
 
 
-def _checksums(folder: Path) -> dict[str, int]:
-    """Returns the CRC-32 of each file except the list of files."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(FILES))
-    return {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
+def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """Returns the CRC-32 of each of these files that exists."""
+    return {name: _checksum(folder / name) for name in names if (folder / name).is_file()}
 
 
 def _checksum(path: Path) -> int:

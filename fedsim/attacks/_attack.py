@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fedsim import tree
 from fedsim.aggregators import Aggregator
@@ -16,8 +17,8 @@ Update = Any
 
 
 def on_floats(update: Update, change: Callable[[jax.Array], jax.Array]) -> Update:
-    """Applies ``change`` to the floats of an update. Other leaves, such as the number of a cluster, are not changed."""
-    return jax.tree.map(lambda leaf: change(leaf) if tree.is_float(leaf) else leaf, update)
+    """Applies ``change`` to the floats and complex numbers of an update, but not to integers, as the number of a cluster."""
+    return jax.tree.map(lambda leaf: change(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, update)
 
 
 def check_column(attack: Attack, data: FederatedData, feature: str, field: str) -> None:

@@ -12,16 +12,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fedsim import checks, tree
+from fedsim import checks
 from fedsim.attacks._attack import Attack, Update
 
 
 @dataclasses.dataclass(frozen=True)
 class GaussianNoise(Attack):
-    """Attackers send Gaussian noise instead of their update. Leaves that are not floats do not change.
+    """Attackers send Gaussian noise instead of their update. Integers and booleans do not change.
 
     Attributes:
-      deviation: standard deviation of the noise, positive.
+      deviation: standard deviation of the noise, positive; of a complex number, that of both parts together.
       added: whether the noise is added to the update instead.
 
     Raises:
@@ -43,7 +43,7 @@ class GaussianNoise(Attack):
         leaves, structure = jax.tree.flatten(update)
 
         def noise(key: jax.Array, leaf: jax.Array) -> jax.Array:
-            if not tree.is_float(leaf):
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 return leaf
             draw = jnp.asarray(self.deviation, leaf.dtype) * jax.random.normal(key, leaf.shape, leaf.dtype)
             return leaf + draw if self.added else draw

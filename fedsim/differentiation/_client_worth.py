@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import checks, rng
+from fedsim.aggregators import GaussianMechanism, PartlyUniform
 from fedsim.algorithm import Algorithm
 from fedsim.data import FederatedData
 from fedsim.differentiation._differentiable import differentiable
-from fedsim.rounds import Client, ClientUpdate
+from fedsim.rounds import Client, ClientUpdate, is_scalable
 from fedsim.samplers import Sampler, check_fits
 
 A = TypeVar("A", bound=Algorithm)
@@ -80,15 +81,18 @@ def with_client_weights(algorithm: A, weights: jax.Array) -> A:
     [1.0, 1.0, 1.0]
     """
     made, cls = copy.copy(algorithm), type(algorithm)
-    object.__setattr__(made, "__class__", _weighted(cls))  # type: ignore[arg-type]
+    object.__setattr__(made, "__class__", _weighted(cls, is_scalable(algorithm)))  # type: ignore[arg-type]
     object.__setattr__(made, "client_weights", weights)
     return made
 
 
 @functools.cache
-def _weighted(cls: type[Any]) -> type[Any]:
+def _weighted(cls: type[Any], scalable: bool) -> type[Any]:
     @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
     class Weighted(cls):
+        # A class that overrides client_update must declare it again.
+        capabilities = dataclasses.replace(cls.capabilities, scalable=scalable)
+
         client_weights: Any = None
 
         def check(self, data: FederatedData) -> None:
@@ -124,8 +128,9 @@ def client_worth(algorithm: Algorithm, sampler: Sampler, *, rounds: int, objecti
         ``fedsim.differentiation.validation_loss(model, validation_data)``. Do not use the test data, if clients are chosen.
 
     Raises:
-      ValueError: the algorithm cannot be differentiated or does not fit the sampler, clients have no updates with weights, or
-        an update is not finite.
+      ValueError: the algorithm cannot be differentiated or does not fit the sampler, clients have no updates with weights, the
+        aggregator bounds weights (`GaussianMechanism`, `MatrixMechanism`) or ignores them for some parameters
+        (`PartlyUniform`), or an update is not finite.
 
     >>> import optax, fedsim
     >>> data, model = fedsim.datasets.load("digits", clients=4), fedsim.models.digits_logistic()
@@ -143,6 +148,11 @@ def client_worth(algorithm: Algorithm, sampler: Sampler, *, rounds: int, objecti
         raise ValueError(
             f"Expected an algorithm whose clients send updates with weights, got {type(algorithm).__name__}, which defines no "
             "client_update: use FedAvg or another algorithm with one."
+        )
+    if isinstance(inner := algorithm.aggregator.innermost, (GaussianMechanism, PartlyUniform)):
+        raise ValueError(
+            f"Expected an aggregator that multiplies updates by their weights, got {inner}, which bounds weights or ignores "
+            "them for some parameters, so that there is no derivative in them: use Mean(), or Clipped(norm) to clip updates."
         )
     check_fits(sampler, algorithm)
     cohorts = [sampler.cohort(round) for round in range(rounds)]

@@ -10,9 +10,10 @@ import dataclasses
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from fedsim import tree
-from fedsim.aggregators import Accumulator, Aggregator, Mean, Memory, Update, Wrapper
+from fedsim.aggregators import Aggregator, Mean, Memory, Sent, Update, Wrapper
 from fedsim.compressors import Compressor, Message, Size, Transmission, Value
 
 _MEAN = Mean()
@@ -76,10 +77,10 @@ class StraightThroughCompressor(Compressor):
 
 
 class _WithMean(NamedTuple):
-    """The accumulator of the inner aggregator, and that of the mean."""
+    """What the inner aggregator gets, and what the mean gets: their accumulators, or a client's message and its update."""
 
-    inner: Accumulator
-    mean: Accumulator
+    inner: Any
+    mean: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,12 +101,27 @@ class StraightThroughAggregator(Wrapper):
     [0.33, 0.33, 0.33]
     """
 
+    @property
+    def sends_unchanged(self) -> bool:
+        return self.inner.sends_unchanged
+
+    def send(self, update: Update, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
+        sent = super().send(jax.lax.stop_gradient(update), server_memory, memory, key)
+        has_same_form = jax.tree.map(jnp.shape, sent.update) == jax.tree.map(jnp.shape, update)
+        message = straight_through(sent.update, update) if has_same_form else _WithMean(sent.update, update)
+        return sent._replace(update=message)
+
+    def check(self, update: Update, slots: int) -> None:
+        super().check(_received(update).inner, slots)
+
     def zero(self, update: Update, slots: int) -> _WithMean:
-        return _WithMean(super().zero(update, slots), _MEAN.zero(update, slots))
+        received = _received(update)
+        return _WithMean(super().zero(received.inner, slots), _MEAN.zero(received.mean, slots))
 
     def accumulate(self, accumulator: _WithMean, update: Update, weight: jax.Array, slot: jax.Array) -> _WithMean:
-        inner = super().accumulate(accumulator.inner, *jax.lax.stop_gradient((update, weight)), slot)
-        return _WithMean(inner, _MEAN.accumulate(accumulator.mean, update, weight, slot))
+        received = _received(update)
+        inner = super().accumulate(accumulator.inner, *jax.lax.stop_gradient((received.inner, weight)), slot)
+        return _WithMean(inner, _MEAN.accumulate(accumulator.mean, received.mean, weight, slot))
 
     def merge(self, a: _WithMean, b: _WithMean) -> _WithMean:
         return _WithMean(super().merge(a.inner, b.inner), _MEAN.merge(a.mean, b.mean))
@@ -123,6 +139,11 @@ class StraightThroughAggregator(Wrapper):
     def finish_round(self, accumulator: _WithMean, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
         update, memory = super().finish_round(accumulator.inner, memory, key)
         return straight_through(update, _MEAN.finish(accumulator.mean)), memory
+
+
+def _received(update: Update) -> _WithMean:
+    """Returns the message for the inner aggregator and the update for the mean, which are one if they have the same form."""
+    return update if isinstance(update, _WithMean) else _WithMean(update, update)
 
 
 Part = Aggregator | Compressor

@@ -31,6 +31,7 @@ from fedsim.rounds._round_program import Values as Values
 from fedsim.rounds._staleness import Staleness as Staleness
 from fedsim.rounds._staleness import check_scalable as check_scalable
 from fedsim.rounds._staleness import check_scales as check_scales
+from fedsim.rounds._staleness import is_scalable as is_scalable
 from fedsim.rounds._state import Average as Average
 from fedsim.rounds._state import ClientTable as ClientTable
 from fedsim.rounds._state import FederatedAlgorithm as FederatedAlgorithm

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import checks, tree
+from fedsim import checks
 from fedsim.aggregators import accumulation_dtype
 
 
@@ -87,7 +87,7 @@ class Staleness:
 
         Args:
           update: as it arrives.
-          scale: its factor, ``float32 []``, 0 if it does not count.
+          scale: its factor, ``float32 []``, 0 if it does not count. Integers and booleans are not multiplied by it.
           current: what the server sends in this round.
           started: what the client started from, see `started`.
 
@@ -110,7 +110,7 @@ class Staleness:
 
         def scaled(x: jax.Array) -> jax.Array:  # The scale is not rounded to half precision.
             wide = accumulation_dtype(x.dtype)
-            return (x.astype(wide) * scale.astype(wide)).astype(x.dtype) if tree.is_float(x) else x
+            return (x.astype(wide) * scale.astype(wide)).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
         return jax.tree.map(scaled, update)
 
@@ -123,6 +123,10 @@ def is_scalable(algorithm: Any) -> bool:
     """Returns whether the algorithm's class declares that its updates may be scaled, see `fedsim.algorithm.Capabilities`.
 
     A base class cannot declare it for methods that a subclass overrides.
+
+    >>> import fedsim
+    >>> is_scalable(fedsim.algorithms.Histogram(bins=2))
+    False
     """
     for cls in type(algorithm).__mro__:
         if "capabilities" in vars(cls):

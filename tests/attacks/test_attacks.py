@@ -46,6 +46,15 @@ def test_gaussian_noise(added):
     assert int(sent["n"]) == 3
 
 
+def test_complex_updates_are_attacked():
+    update = jnp.full(20_000, 1 + 2j, jnp.complex64)
+    sent = [attack.corrupt(update, jax.random.key(0)) for attack in (attacks.SignFlip(), attacks.GaussianNoise(deviation=2.0))]
+    np.testing.assert_array_equal(sent[0], np.full(20_000, -1 - 2j))
+    assert sent[1].dtype == jnp.complex64
+    for part in (np.real(sent[1]), np.imag(sent[1])):
+        assert np.mean(part) == pytest.approx(0, abs=0.06) and np.std(part) == pytest.approx(np.sqrt(2), rel=0.03)
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8])
 def test_label_flip(dtype):
     examples = {"x": np.arange(10.0), "y": np.arange(10, dtype=dtype)}

@@ -1,5 +1,7 @@
 """What clients are worth: derivatives against differences, against leaving clients out, and clients with wrong labels."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from scipy.stats import spearmanr
 
 import fedsim
-from fedsim import differentiation, rng
+from fedsim import aggregators, differentiation, rng, rounds
 
 
 def population(clients, wrong=(), **options):
@@ -94,6 +96,27 @@ def test_what_has_no_weights_is_refused():
         differentiation.client_worth(nodes, sampler, rounds=1, objective=lambda state: 0.0)
 
 
+@pytest.mark.parametrize(
+    "aggregator",
+    [
+        aggregators.GaussianMechanism(0.0, clip=1.0, denominator=4),
+        aggregators.MatrixMechanism(0.0, clip=1.0, denominator=4, matrix=aggregators.BinaryTree(rounds=1)),
+        aggregators.PartlyUniform("*"),
+    ],
+)
+def test_an_aggregator_without_a_derivative_in_the_weights_is_refused(aggregator):
+    """A mechanism takes weights above 1 as 1, and its derivative at 1 would be half of that from below."""
+    data, model = fedsim.datasets.load("digits", clients=4).train, fedsim.models.digits_logistic()
+    algorithm = fedsim.algorithms.FedAvg(
+        model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), weighting="uniform",
+        aggregator=aggregators.Clipped(1.0, inner=aggregator),
+    )  # fmt: skip
+    sampler, objective = fedsim.UniformSampler(data, clients=4, seed=0), differentiation.validation_loss(model, data)
+    named = f"got {type(aggregator).__name__}.*, which bounds weights or ignores them"
+    with pytest.raises(ValueError, match=named):
+        differentiation.client_worth(algorithm, sampler, rounds=1, objective=objective)
+
+
 class Whole(fedsim.algorithms.FedAvg):
     def weight(self, client):
         return client.num_examples  # a whole number
@@ -111,6 +134,43 @@ def test_weights_may_be_whole_numbers():
     ]  # fmt: skip
     assert np.abs(worth[0]).max() > 1e-4
     np.testing.assert_allclose(worth[1], worth[0], rtol=1e-4)
+
+
+class Own(fedsim.algorithms.FedAvg):
+    def client_update(self, shared, client):
+        return super().client_update(shared, client)
+
+
+@pytest.mark.parametrize(
+    ("cls", "scaled"), [(fedsim.algorithms.FedAvg, True), (Own, False), (fedsim.algorithms.SCAFFOLD, False)]
+)
+def test_with_weights_an_algorithm_has_the_capabilities_that_it_has_without(cls, scaled):
+    algorithm = object.__new__(cls)
+    weighted = differentiation.with_client_weights(algorithm, jnp.ones(3))
+    assert rounds.is_scalable(algorithm) == rounds.is_scalable(weighted) == scaled
+    assert weighted.capabilities == dataclasses.replace(algorithm.capabilities, scalable=scaled)
+
+
+@pytest.mark.slow
+def test_updates_with_scales_may_have_weights():
+    """The second client has half of its weight, and half of its update arrives."""
+    data = fedsim.FederatedData.from_arrays({"x": np.ones((2, 1), np.float32), "y": np.float32([1, 4])}, sizes=[1, 1])
+    algorithm = fedsim.algorithms.FedAvg(
+        model=fedsim.models.linear_regression([1]), client_optimizer=optax.sgd(0.5), batches=fedsim.Batches(size=1),
+        weighting="uniform", staleness=fedsim.Staleness(bound=0),
+    )  # fmt: skip
+    start = algorithm.init(jax.random.key(0))
+    params = lambda state: np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.params)])  # noqa: E731
+
+    def moved(algorithm, scales):
+        arrivals = fedsim.data.Arrivals.of([0, 0], round=0, scales=scales)
+        cohort = fedsim.Cohort(data, [0, 1], 0, jax.random.key(0), arrivals=arrivals)
+        return params(algorithm.apply(start, cohort)[0]) - params(start)
+
+    one, both = moved(algorithm, [1.0, 0.0]) * 2, moved(algorithm, [1.0, 1.0]) * 2
+    weighted = differentiation.with_client_weights(algorithm, jnp.float32([1.0, 0.5]))
+    expected = (one + 0.5 * 0.5 * (both - one)) / 1.5
+    np.testing.assert_allclose(moved(weighted, [1.0, 0.5]), expected, rtol=1e-5)
 
 
 def test_weights_of_another_number_of_clients_are_refused():

@@ -247,6 +247,34 @@ def test_straight_through_compressors_send_the_same_bits_and_have_the_derivative
     assert through.transmit(x, key, through.init(x)).bits == expected.bits
 
 
+def aggregate_of(aggregator, updates):
+    """Returns what a server makes of updates ``[n, ...]`` with the weights 1, 2, ..., n."""
+    memory, sent = aggregator.init(updates[0]), updates
+    if not aggregator.sends_unchanged:
+        keys = jax.random.split(jax.random.key(0), len(updates))
+        sent = [aggregator.send(x, memory, (), key).update for x, key in zip(updates, keys, strict=True)]
+    aggregator.check(sent[0], len(sent))
+    accumulator = aggregator.zero(sent[0], len(sent))
+    for slot, message in enumerate(sent):
+        accumulator = aggregator.accumulate(accumulator, message, jnp.float32(slot + 1), jnp.int32(slot))
+    return aggregator.finish_round(accumulator, memory, jax.random.key(9))[0]
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize(
+    "plain",
+    [part for parts in reversed(REFUSED.values()) for part in parts if isinstance(part, aggregators.Aggregator)],
+    ids=lambda part: type(part).__name__,
+)
+def test_straight_through_aggregators_have_the_same_aggregate_and_the_derivative_of_the_mean(plain):
+    through = with_straight_through(aggregators.Clipped(100.0, inner=plain))
+    draw = np.random.default_rng(0)
+    updates, direction = (jnp.asarray(draw.normal(size=(5, 4)), jnp.float32) for _ in range(2))
+    aggregate, slope = jax.jvp(lambda x: aggregate_of(through, x), (updates,), (direction,))
+    np.testing.assert_array_equal(aggregate, aggregate_of(plain, updates))
+    np.testing.assert_allclose(slope, np.average(direction, axis=0, weights=[1, 2, 3, 4, 5]), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow  # test_exact.py has a fast test of a straight-through round.
 @pytest.mark.parametrize(
     "options",
@@ -254,6 +282,7 @@ def test_straight_through_compressors_send_the_same_bits_and_have_the_derivative
         {"aggregator": aggregators.Compressed(compressors.ErrorFeedback(compressors.ScaledSign()))},
         {"aggregator": aggregators.CoordinateMedian()},
         {"aggregator": aggregators.Bulyan(attackers=0)},
+        {"aggregator": aggregators.DistributedMechanism(0.0, clip=100.0, clients=8, minimum=2, bits=20)},
         {"downlink": compressors.TopK(fraction=0.3)},
     ],
 )

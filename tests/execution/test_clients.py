@@ -450,6 +450,15 @@ def test_map_clients_takes_cohorts_whose_clients_start_in_their_round_alone():
         )
 
 
+def test_map_clients_refuses_a_state_that_has_more_than_what_clients_get():
+    cohort = fedsim.Cohort.of(fedsim.FederatedData.from_arrays({"x": np.zeros(1, np.float32)}, sizes=[1]), ["0"])
+    server = fedsim.algorithms.ServerState({"w": jnp.float32(3)}, (), jnp.int32(0))
+    for state in (fedsim.rounds.FederatedState(server, past=server), fedsim.rounds.FederatedState(server)):
+        with pytest.raises(ValueError, match="got a FederatedState, .*: give state.params"):
+            fedsim.map_clients(lambda shared, client: shared.params["w"], state, cohort)
+    assert fedsim.map_clients(lambda shared, client: shared.params["w"], server, cohort).tolist() == [3.0]
+
+
 def test_map_clients_traces_once_per_function_object():
     @dataclasses.dataclass
     class Scaled:

@@ -98,6 +98,12 @@ def test_a_round_without_updates_is_a_version_too():
     federation.assert_trees_close(state.server.params, alone.params)
 
 
+@pytest.mark.parametrize(("dtype", "scaled"), [(jnp.complex64, True), (jnp.float16, True), (jnp.int32, False)])
+def test_scales_multiply_all_numbers_but_integers(dtype, scaled):
+    arrived = fedsim.Staleness(bound=1).arrived(jnp.array([2, 6], dtype), jnp.float32(0.5), (), ())
+    assert arrived.dtype == dtype and arrived.tolist() == ([1, 3] if scaled else [2, 6])
+
+
 def test_errors_name_the_remedy():
     data, key = federation.data(), fedsim.rng.root(0)
     stale = fedsim.Cohort(data, np.array([3]), round=5, key=key, arrivals=Arrivals.of([4], round=5))

@@ -138,6 +138,23 @@ def test_every_truncated_changed_or_missing_file_is_detected(tmp_path):
     np.testing.assert_array_equal(checkpoints.load(1, state)["w"], state["w"])
 
 
+def test_files_of_others_in_the_folder_of_a_checkpoint_are_ignored(tmp_path, monkeypatch):
+    def synchronized(folder):
+        (folder / ".nfs0001").touch()  # the rest of a deleted file, until no process has it open
+
+    monkeypatch.setattr("fedsim.saved_arrays.sync_files", synchronized)
+    checkpoints, path = Checkpoints(tmp_path), tmp_path / "00000001"
+    checkpoints.save(1, {"w": jnp.arange(3.0)})
+    written = (path / "files.json").stat().st_mtime_ns
+    (path / ".nfs0001").unlink()
+    for name in (".DS_Store", "d/.DS_Store", "Thumbs.db"):
+        (path / name).write_bytes(b"foreign")
+    state, round = checkpoints.newest({"w": jnp.zeros(3)})
+    assert state["w"].tolist() == [0.0, 1.0, 2.0] and round == 1
+    checkpoints.save(1, {"w": jnp.arange(3.0)})  # It is complete, and not written again.
+    assert (path / "files.json").stat().st_mtime_ns == written
+
+
 def test_an_unfinished_checkpoint_is_ignored(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"w": jnp.ones(2)})
@@ -440,7 +457,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_deleted(arguments, algorith
     checkpoints = Checkpoints(tmp_path / "r/checkpoints")
     before = checkpoints.rounds()
     with monkeypatch.context() as patch:
-        patch.setattr("fedsim.saved_arrays._checksums", lambda path: {"never": 0})
+        patch.setattr("fedsim.saved_arrays._checksums", lambda path, names: dict.fromkeys(names, 0))
         with pytest.warns(UserWarning, match="damaged"), pytest.raises((ValueError, KeyError)):
             restore(tmp_path / "r", algorithm)
     assert checkpoints.rounds() == before
