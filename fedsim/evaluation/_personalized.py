@@ -245,8 +245,8 @@ class _Work:
             if self.fine_tune is not None and self._continues:
                 local = self.fine_tune.train(shared, client)
                 return whole(local.params, local.parts)
-            own = next((n for n in ("personal_params", "downloaded") if hasattr(self.algorithm, n)), None)
-            params = getattr(self.algorithm, own)(shared, client) if own else shared.params
+            start = getattr(self.algorithm, "personal_params", None) or getattr(self.algorithm, "downloaded", None)
+            params = start(shared, client) if start else shared.params
             if self.fine_tune is None:
                 return whole(params, client.parts)
             if isinstance(client.parts, ModelParts):
