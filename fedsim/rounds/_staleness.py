@@ -141,8 +141,8 @@ def check_scales(algorithm: Any, weights: np.ndarray, scales: np.ndarray) -> Non
       scales: factors of the updates, ``[n]``.
 
     Raises:
-      ValueError: an update is scaled or mixed, and the class does not declare ``capabilities.scalable``, or the aggregator is
-        not scalable; or a weight is above 1, and the class declares that it is not ``repeatable``, see
+      ValueError: an update is scaled, and the class does not declare ``capabilities.scalable``; or it is scaled or mixed, and
+        the aggregator is not scalable; or a weight is above 1, and the class declares that it is not ``repeatable``, see
         `fedsim.algorithm.Capabilities`.
 
     >>> import fedsim
@@ -153,8 +153,10 @@ def check_scales(algorithm: Any, weights: np.ndarray, scales: np.ndarray) -> Non
     ...
     ValueError: The updates of Histogram cannot have scales other than 1, ...
     """
-    mixes = algorithm.staleness is not None and algorithm.staleness.mixing
-    if mixes or np.any(scales != 1) or (np.any(weights != 1) and algorithm.aggregator.innermost.adds_weights):
+    aggregator = algorithm.aggregator.innermost
+    mixes = algorithm.staleness is not None and algorithm.staleness.mixing  # which adds to messages
+    are_scaled = np.any(scales != 1) or (np.any(weights != 1) and aggregator.adds_weights)
+    if are_scaled or (mixes and not aggregator.is_scalable):
         check_scalable(algorithm)
     if np.any(weights > 1) and not algorithm.capabilities.repeatable:
         raise ValueError(
