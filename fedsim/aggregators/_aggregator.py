@@ -92,7 +92,7 @@ class Aggregator:
 
     @property
     def is_scalable(self) -> bool:
-        """Whether the server may multiply a message by a number before it accumulates it, as for a stale update."""
+        """Whether half of a message counts as half of an update, so that the server may multiply that of a stale update."""
         return True
 
     @property

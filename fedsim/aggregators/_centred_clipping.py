@@ -50,6 +50,10 @@ class CentredClipping(Mean):
     def __post_init__(self) -> None:
         checks.positive(radius=self.radius, remedy="how far an update may be from the last aggregate")
 
+    @property
+    def is_scalable(self) -> bool:
+        return False  # Messages contain v, which the scale of a stale update would move.
+
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)
         check_floats("CentredClipping", update)

@@ -84,6 +84,7 @@ class DistributedMechanism(SumAggregator):
     [2.0, 2.0, 2.0]
     """
 
+    adds_weights: ClassVar[bool] = True
     is_secure: ClassVar[bool] = True
     skips_empty_rounds: ClassVar[bool] = False
 

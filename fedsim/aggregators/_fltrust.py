@@ -50,6 +50,10 @@ class FLTrust(Mean):
 
     reference: Update
 
+    @property
+    def is_scalable(self) -> bool:
+        return False  # Updates get the norm of the reference, so a scale would have no effect.
+
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)
         check_floats("FLTrust", update)

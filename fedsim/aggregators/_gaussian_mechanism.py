@@ -96,6 +96,7 @@ class GaussianMechanism(SumAggregator):
     (0.1, 0.1)
     """
 
+    adds_weights: ClassVar[bool] = True
     skips_empty_rounds: ClassVar[bool] = False
 
     noise_multiplier: float

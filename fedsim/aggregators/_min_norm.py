@@ -52,6 +52,10 @@ class MinNorm(StackAggregator):
     def __post_init__(self) -> None:
         checks.number(least=0, most=1, epsilon=self.epsilon)
 
+    @property
+    def is_scalable(self) -> bool:
+        return False  # Updates are normalized, so a scale would have no effect.
+
     def combine_coordinates(self, updates: Update, weights: jax.Array, all_reduce: AllReduce) -> Update:
         weight = jnp.sum(weights)
         shares = weights / jnp.where(weight == 0, 1, weight)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
+from fedsim.aggregators import widened
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import Local
@@ -31,7 +32,10 @@ from fedsim.transfer import Head, head_of, in_head
 
 
 class FedALAMemory(NamedTuple):
-    """What a client keeps: the model Θ_i of its last round, and the weights W_i, which are 1 in the lower layers."""
+    """What a client keeps: the model Θ_i of its last round, and the weights W_i, which are 1 in the lower layers.
+
+    The weights are sums of small steps, and have at least the precision of ``float32``.
+    """
 
     params: Params
     weights: Params
@@ -85,7 +89,7 @@ class FedALA(FedAvg):
             head_of(self.model, self.head)  # raises ValueError
 
     def client_memory(self, shared: Any) -> FedALAMemory:
-        return FedALAMemory(shared.params, jax.tree.map(jnp.ones_like, shared.params))
+        return FedALAMemory(shared.params, jax.tree.map(jnp.ones_like, widened(shared.params)))
 
     def mixture(self, shared: Any, client: Client) -> FedALAMemory:
         """Returns the model from which a client starts, and the weights with which it is mixed."""
@@ -96,14 +100,16 @@ class FedALA(FedAvg):
 
         def mixed(weights: Params) -> Params:
             return jax.tree.map(
-                lambda is_upper, x, y, d, w: y + d * w if is_upper else x, upper, shared.params, own, difference, weights
+                lambda is_upper, x, y, d, w: y + d * w.astype(d.dtype) if is_upper else x,
+                *(upper, shared.params, own, difference, weights),
             )
 
         def step(weights: Params, batch: Batch) -> Params:
             _, slope = training.loss_and_gradient(mixed(weights), batch)
 
             def of_leaf(is_upper: bool, w: jax.Array, g: jax.Array, d: jax.Array) -> jax.Array:
-                return jnp.clip(w - self.weight_learning_rate * g * d, 0, 1).astype(w.dtype) if is_upper else w
+                moved = self.weight_learning_rate * g.astype(w.dtype) * d.astype(w.dtype)
+                return jnp.clip(w - moved, 0, 1).astype(w.dtype) if is_upper else w
 
             return jax.tree.map(of_leaf, upper, weights, slope, difference)
 

@@ -24,6 +24,8 @@ from fedsim import checks, tree
 from fedsim.aggregators import AuxMean, Memory, Sent, Update, WithAux, WithHistory, WithShortness
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._server_step import check_weights_all_alike
+from fedsim.data import FederatedData
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
@@ -51,7 +53,7 @@ class FedExP(FedAvg):
       model, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: ``epsilon`` is not above 0.
+      ValueError: ``epsilon`` is not above 0. Before the first round: the aggregator is `PartlyUniform`.
 
     >>> import jax, optax, fedsim
     >>> settings = {"model": fedsim.models.digits_logistic(), "client_optimizer": optax.sgd(0.1),
@@ -75,6 +77,10 @@ class FedExP(FedAvg):
         checks.positive(epsilon=self.epsilon)
         if not isinstance(self.aggregator, SquaredNormMean):
             object.__setattr__(self, "aggregator", SquaredNormMean(inner=self.aggregator))
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        check_weights_all_alike(self, "the server divides the mean of the squared norms by the squared norm of the mean")
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         result = super().client_update(shared, client)

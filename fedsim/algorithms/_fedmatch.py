@@ -195,6 +195,10 @@ class FedMatch(FedAvg):
     def client_memory(self, shared: FedMatchShared) -> FedMatchMemory:
         return FedMatchMemory(shared.params.psi, jnp.bool_(False))
 
+    def downloaded(self, shared: FedMatchShared, client: Client) -> Params:
+        """Returns the parameters of the model from which a client starts."""
+        return shared.params.whole()
+
     def last_model(self, shared: FedMatchShared, client: Client) -> Candidates:
         """Returns a client's last model."""
         psi, trained = client.memory

@@ -10,6 +10,8 @@ activations in training by r), static batch normalization and masked cross-entro
 ``weighting``. Sub-networks are simulated as the whole network with zeros, so a client computes as long as for the whole, and
 its messages count as if it sent all parameters; its info has the number that it really has. A client sends the number of its
 width beside its update, and the server divides by the share of the cohort's weight that has an entry, whatever the aggregator.
+So with a compressor that has errors in all entries, as one with a rotation has, those of narrow clients are divided by the
+share of the wide ones, too.
 """
 
 from __future__ import annotations
@@ -154,6 +156,9 @@ class HeteroFL(FedAvg):
         movement, shares = update  # of the cohort's weight, by width
         of_width = [self.masks(movement, level) for level in range(len(self.widths))]
         held = jax.tree.map(lambda *masks: sum(s * m for s, m in zip(shares, masks, strict=True)), *of_width)
-        # An entry that no client of the cohort has does not move.
-        mean = jax.tree.map(lambda x, share: x / jnp.where(share > 0, share, 1).astype(x.dtype), movement, held)
-        return super().server_update(state, mean, info)
+
+        def mean(x: jax.Array, share: jax.Array) -> jax.Array:
+            # An entry that no client of the cohort has does not move, though a compressor with a rotation has errors there.
+            return jnp.where(share > 0, x / jnp.where(share > 0, share, 1).astype(x.dtype), 0)
+
+        return super().server_update(state, jax.tree.map(mean, movement, held), info)

@@ -24,7 +24,7 @@ import jax
 
 from fedsim import checks, tree
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._local_training import LocalTraining, divided
+from fedsim.algorithms._local_training import LocalTraining, divided, with_kept
 from fedsim.data import Batch, FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client
@@ -76,8 +76,8 @@ class PerFedAvg(FedAvg):
             )
 
     def personal_params(self, shared: Any, client: Client) -> Params:
-        """Returns the server's parameters after one step of rate ``alpha`` on a batch of ``batches.size`` of the client's
-        examples.
+        """Returns the server's parameters, and those that the client keeps, after one step of rate ``alpha`` on a batch of
+        ``batches.size`` of its examples.
         """
         once = dataclasses.replace(self.batches, epochs=1, steps=None, max_steps=1, microbatch=None)
         training = super().local_training(shared, client)
@@ -86,7 +86,7 @@ class PerFedAvg(FedAvg):
             _, gradient = training.loss_and_gradient(params, batch)
             return tree.subtract(params, tree.scale(gradient, self.alpha))
 
-        return client.for_each_batch(once, step, shared.params)
+        return client.for_each_batch(once, step, with_kept(shared.params, client.parts))
 
     def local_training(self, shared: Any, client: Client) -> LocalTraining:
         training = super().local_training(shared, client)

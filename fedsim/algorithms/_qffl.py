@@ -26,11 +26,13 @@ from fedsim.algorithms._descent import check_needs_no_loss, constants, waits
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._fedsgd import FedSGD
 from fedsim.algorithms._local_training import optimizer_of_round, with_kept
+from fedsim.algorithms._server_step import check_weights_all_alike
 from fedsim.data import FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 _SMALLEST_LOSS = 1e-10
+_TWO_SUMS = "the server divides the sum of the Δ_k by that of the h_k"
 
 
 def reweighted(gradient: Params, loss: jax.Array, q: jax.Array | float, lipschitz: jax.Array | float) -> WithAux:
@@ -61,7 +63,8 @@ class QFedSGD(FedSGD):
       model, batches, server_optimizer, weighting: see `FedSGD`.
 
     Raises:
-      ValueError: ``q`` is negative, ``lipschitz`` is not positive, or see `FedSGD`.
+      ValueError: ``q`` is negative, ``lipschitz`` is not positive, or see `FedSGD`. Before the first round: the aggregator is
+        `PartlyUniform`.
 
     >>> import fedsim
     >>> QFedSGD(model=fedsim.models.digits_logistic(), lipschitz=0.0)
@@ -82,6 +85,10 @@ class QFedSGD(FedSGD):
         object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
         checks.number(least=0, q=self.q)
         checks.positive(lipschitz=self.lipschitz)
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        check_weights_all_alike(self, _TWO_SUMS)
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         result = super().client_update(shared, client)
@@ -108,8 +115,9 @@ class QFedAvg(FedAvg):
       model, batches, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: ``q`` is negative, or ``lipschitz`` is not positive. Before the first round, without ``lipschitz``: the client
-        optimizer needs the loss, or its first step of a round is 0 and a later one is not.
+      ValueError: ``q`` is negative, or ``lipschitz`` is not positive. Before the first round: the aggregator is
+        `PartlyUniform`, or, without ``lipschitz``, the client optimizer needs the loss, or its first step of a round is 0 and a
+        later one is not.
 
     >>> import numpy as np, optax, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
@@ -145,6 +153,7 @@ class QFedAvg(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
+        check_weights_all_alike(self, _TWO_SUMS)
         if self.lipschitz is not None:
             return
         params = constants(self.model, 0, kept=True)

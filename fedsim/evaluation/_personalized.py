@@ -57,7 +57,8 @@ def evaluate_personalized(
 
     - ``algorithm.personal_params(shared, client)`` if the algorithm has this method. It may use the client's memory and its
       training examples, which are those of the client with the same name in ``train``.
-    - Without this method, the parameters that the server sends, ``shared.params``.
+    - Without this method, the parameters that the server sends: ``algorithm.downloaded(shared, client)`` if the algorithm has
+      this method, and otherwise ``shared.params``.
     - If ``fine_tune`` is given, the result of its local steps on the training examples, which start from the parameters above
       (``fine_tune.train(shared, client).params``).
 
@@ -244,8 +245,8 @@ class _Work:
             if self.fine_tune is not None and self._continues:
                 local = self.fine_tune.train(shared, client)
                 return whole(local.params, local.parts)
-            personal = getattr(self.algorithm, "personal_params", None)
-            params = personal(shared, client) if personal else shared.params
+            start = getattr(self.algorithm, "personal_params", None) or getattr(self.algorithm, "downloaded", None)
+            params = start(shared, client) if start else shared.params
             if self.fine_tune is None:
                 return whole(params, client.parts)
             if isinstance(client.parts, ModelParts):

@@ -145,8 +145,9 @@ def check_scales(algorithm: Any, weights: np.ndarray, scales: np.ndarray) -> Non
       scales: factors of the updates, ``[n]``.
 
     Raises:
-      ValueError: an update is scaled, and the class does not declare ``capabilities.scalable``; or a weight is above 1, and it
-        declares that it is not ``repeatable``, see `fedsim.algorithm.Capabilities`.
+      ValueError: an update is scaled, and the class does not declare ``capabilities.scalable``; or it is scaled or mixed, and
+        the aggregator is not scalable; or a weight is above 1, and the class declares that it is not ``repeatable``, see
+        `fedsim.algorithm.Capabilities`.
 
     >>> import fedsim
     >>> histogram = fedsim.algorithms.Histogram(bins=2)
@@ -157,7 +158,9 @@ def check_scales(algorithm: Any, weights: np.ndarray, scales: np.ndarray) -> Non
     ValueError: The updates of Histogram cannot have scales other than 1, ...
     """
     aggregator = algorithm.aggregator.innermost
-    if np.any(scales != 1) or (np.any(weights != 1) and (aggregator.adds_weights or not aggregator.is_scalable)):
+    mixes = algorithm.staleness is not None and algorithm.staleness.mixing  # which adds to messages
+    are_scaled = np.any(scales != 1) or (np.any(weights != 1) and aggregator.adds_weights)
+    if are_scaled or (mixes and not aggregator.is_scalable):
         check_scalable(algorithm)
     if np.any(weights > 1) and not algorithm.capabilities.repeatable:
         raise ValueError(
@@ -179,15 +182,17 @@ def check_scalable(algorithm: Any) -> None:
     ...
     ValueError: The updates of Histogram cannot have scales other than 1, ...
     """
-    if not algorithm.aggregator.innermost.is_scalable:
+    aggregator = algorithm.aggregator.innermost
+    weights = "" if aggregator.adds_weights else ", or weights that are no scales (Buffered(divide_by='weights'))"
+    if not aggregator.is_scalable:
+        factors = "scales or weights" if aggregator.adds_weights else "scales"
         raise ValueError(
-            f"Messages for {algorithm.aggregator.innermost} must not be multiplied by scales or weights, because they are "
-            "other numbers than those of the update: use Synchronous(), Buffered(staleness_weight='constant'), or another "
-            "aggregator."
+            f"Messages for {type(aggregator).__name__} must not be multiplied by {factors}, because half of a message does not "
+            "count as half of an update there. Use Synchronous(), another aggregator, weights without staleness "
+            f"(Buffered(staleness_weight='constant')){weights}."
         )
     if not is_scalable(algorithm):
-        name, summed = type(algorithm).__name__, algorithm.aggregator.innermost.adds_weights
-        weights = "" if summed else ", or weights that are no scales (Buffered(divide_by='weights'))"
+        name = type(algorithm).__name__
         raise ValueError(
             f"The updates of {name} cannot have scales other than 1, because {name} does not declare that half an update is "
             "half a step. If it is, declare capabilities = fedsim.Capabilities(scalable=True) in the class. Otherwise use "

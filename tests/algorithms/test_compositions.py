@@ -167,13 +167,16 @@ def test_heterofl_of_whole_networks_is_fedavg_whatever_is_sent(aggregator, attac
     assert with_share.tolist() == np.where(np.asarray(bits) > 0, np.asarray(bits) + 32, 0).tolist()
 
 
-@pytest.mark.parametrize("name", ["HeteroFL", "SCAFFOLD", "FedDyn", "FedDC"])
-def test_equal_weights_for_some_parameters_are_refused_where_the_server_uses_the_share_of_examples(name):
-    """The server would divide, or multiply, a mean with equal weights by a share of other weights."""
-    options = {"aggregator": aggregators.Clipped(1.0, inner=aggregators.PartlyUniform("*"))}
-    cls = getattr(fedsim.algorithms, name)
+@pytest.mark.parametrize("name", ["HeteroFL", "SCAFFOLD", "FedDyn", "FedDC", "QFedAvg", "QFedSGD", "FedExP"])
+def test_equal_weights_for_some_parameters_are_refused_where_the_server_uses_other_weights(name):
+    """The server would divide, or multiply, a mean with equal weights by a number from other weights."""
+    cls, partly = getattr(fedsim.algorithms, name), aggregators.Clipped(1.0, inner=aggregators.PartlyUniform("*"))
+    if name == "QFedSGD":
+        algorithm = cls(model=federation.model(), batches=fedsim.Batches(size=4), aggregator=partly)
+    else:
+        algorithm = make(cls, aggregator=partly)
     with pytest.raises(ValueError, match=f"same weights for all parameters with {name}, got PartlyUniform: the server"):
-        make(cls, **options).check(federation.data())
+        algorithm.check(federation.data())
 
 
 @pytest.mark.slow

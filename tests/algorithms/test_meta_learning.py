@@ -92,6 +92,16 @@ def test_per_fedavg_is_evaluated_after_one_personal_step():
     assert found.overall != fedsim.evaluate(algorithm.model, state.params, data).overall
 
 
+def test_the_personal_step_of_per_fedavg_moves_what_clients_keep():
+    data, model = federation.data(sizes=(3, 5)), federation.model().with_parts(kept="linear/b")
+    algorithm, fedavg = make(algorithms.PerFedAvg, alpha=0.2, model=model), make(algorithms.FedAvg, model=model)
+    state = algorithm.init(jax.random.key(0))
+    found = fedsim.evaluate_personalized(algorithm, state, data, data)
+    step = make(algorithms.FedAvg, model=model, batches=fedsim.Batches(size=4, max_steps=1), client_optimizer=optax.sgd(0.2))
+    expected = fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=step)
+    np.testing.assert_allclose(found.overall["loss"], expected.overall["loss"], rtol=1e-6)
+
+
 def test_per_fedavg_needs_batches_that_can_be_split():
     algorithm = make(algorithms.PerFedAvg, variant="hessian_free", batches=fedsim.Batches(size=2))
     with pytest.raises(

@@ -212,6 +212,17 @@ def test_heterofl_follows_algorithm_1():
     assert set(np.asarray(info.clients["num_parameters"]).tolist()) <= {44, 3 * 3 + 3 + 3 * 4 + 4, 0}
 
 
+def test_heterofl_does_not_move_what_no_client_of_the_cohort_has_by_a_compressor_s_errors():
+    """Rotated, rounded and rotated back, zeros may have become other numbers, as the ones of this aggregate."""
+    algorithm = make(algorithms.HeteroFL, widths=(1.0, 0.5))
+    before = algorithm.init(jax.random.key(0))
+    arrived = fedsim.aggregators.WithAux(jax.tree.map(np.ones_like, before.params), np.float32([0, 1]))
+    after = algorithm.server_update(before, arrived, None)
+    moved = jax.tree.map(lambda a, b: np.asarray(a != b), before.params, after.params)
+    assert moved["linear"]["b"].tolist() == [True, True, True, False, False]
+    assert moved["linear_1"]["w"].all(axis=1).tolist() == [True, True, True, False, False]
+
+
 def test_sub_networks_have_as_many_units_as_the_decimal_width_says():
     """In floating point, 0.55 * 200 is slightly above 110."""
 

@@ -345,6 +345,30 @@ def test_personal_params_may_read_the_training_examples(how, tune, few_at_once):
     assert_same(evaluation, by_hand(algorithm.model, params_of, test))
 
 
+@pytest.mark.parametrize("name", ["DSSGD", "FedMatch"])
+def test_fine_tuning_starts_from_what_clients_of_an_algorithm_download(name):
+    """From equal parameters, it is that of FedAvg."""
+    algorithm, fedavg, data = make(getattr(algorithms, name)), make(algorithms.FedAvg), federation.data(sizes=(3, 5))
+    state = algorithm.init(jax.random.key(1))
+    equal = fedavg.init(jax.random.key(1))._replace(params=state.params)
+    found = fedsim.evaluate_personalized(algorithm, state, data, data, fine_tune=fedavg)
+    assert found.overall == fedsim.evaluate_personalized(fedavg, equal, data, data, fine_tune=fedavg).overall
+
+
+def test_participants_of_dssgd_have_what_they_keep_and_what_they_download():
+    """The parameters that the server does not send are the initial ones, and those that the participant keeps are its own."""
+    model, data = federation.model(), federation.data(sizes=(3, 5))
+    algorithm = make(algorithms.DSSGD, model=model.with_parts(kept=["linear/b"]), theta_d=0.5)
+    state = algorithm.init(jax.random.key(1))
+    first = np.asarray(state.server.params["linear"]["w"])
+    state = state._replace(server=state.server._replace(params={"linear": {"w": jnp.asarray(first + 1), "b": None}}))
+    which = np.unpackbits(np.asarray(algorithm.broadcast(state.server).which), count=first.size).reshape(first.shape)
+    own = {"linear": {"w": np.float32(first + which), "b": model.init(jax.random.key(1))["linear"]["b"]}}
+    found = fedsim.evaluate_personalized(algorithm, state, data, data)
+    assert which.sum() == first.size // 2
+    assert_same(found, by_hand(model, lambda client_id: own, data))
+
+
 def test_a_population_of_empty_clients():
     algorithm = make()
     empty = federation.data(sizes=(0, 0))

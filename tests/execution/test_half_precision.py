@@ -41,6 +41,27 @@ def test_states_keep_their_dtypes_and_rounds_run_in_one_dispatch(cls):
     assert np.any(np.asarray(server.params["linear"]["w"] != start.params["linear"]["w"]))
 
 
+def test_weights_of_fedala_move_by_less_than_half_precision_can_represent():
+    """They start from 1, below which bfloat16 has no number before 0.996."""
+    found = []
+    for model in (federation.model(), halved(federation.model())):
+        algorithm = algorithms.FedALA(
+            model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4), weight_learning_rate=1e-3
+        )
+        shared = algorithm.broadcast(algorithm.init(jax.random.key(0)))
+
+        def weights(shared, client, algorithm=algorithm):
+            own = jax.tree.map(lambda x: x + 1, shared.params)
+            memory = algorithm.client_memory(shared)._replace(params=own)
+            return algorithm.mixture(shared, dataclasses.replace(client, memory=memory)).weights
+
+        with jax.numpy_dtype_promotion("standard"):
+            rows = fedsim.map_clients(weights, shared, federation.cohort(federation.data(sizes=(8,))))
+        found.append(np.asarray(rows["linear"]["w"]))
+    assert found[1].dtype == np.float32 and np.any(found[1] < 1) and found[1].min() > 0.996
+    np.testing.assert_allclose(found[1] - 1, found[0] - 1, rtol=0.1, atol=1e-5)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Adding(fedsim.Algorithm):
     """Each client sends one number and adds the received update to its memory, in half precision."""

@@ -229,21 +229,35 @@ def test_every_algorithm_declares_whether_it_has_scales():
         assert is_scalable(object.__new__(cls)) == cls.capabilities.scalable, name
 
 
-@pytest.mark.parametrize(
-    "aggregator",
-    [
-        fedsim.aggregators.DistributedMechanism(0.0, clip=100.0, clients=4, minimum=2, bits=22),
-        fedsim.aggregators.GaussianMechanism(0.0, clip=fedsim.aggregators.AdaptiveClip(), denominator=4),
-    ],
-    ids=["integers", "adaptive clip"],
-)
-def test_messages_with_more_than_an_update_are_not_multiplied(aggregator):
-    algorithm = make(aggregator=aggregator, weighting="uniform", staleness=fedsim.Staleness(0))
-    for factors in ({"scales": [0.5]}, {"weights": [0.5]}):
-        arrivals = fedsim.data.Arrivals.of([0], round=0, **factors)
-        cohort = fedsim.Cohort(sampler().data, np.array([0]), 0, fedsim.rng.root(0), arrivals=arrivals)
+def arrived(algorithm, **factors):
+    arrivals = fedsim.data.Arrivals.of([0], round=0, **factors)
+    cohort = fedsim.Cohort(sampler().data, np.array([0]), 0, fedsim.rng.root(0), arrivals=arrivals)
+    return algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+
+
+SUMS = {
+    "integers": fedsim.aggregators.DistributedMechanism(0.0, clip=100.0, clients=4, minimum=2, bits=22),
+    "adaptive clip": fedsim.aggregators.GaussianMechanism(0.0, clip=fedsim.aggregators.AdaptiveClip(), denominator=4),
+}
+MEANS = {
+    "centred": fedsim.aggregators.CentredClipping(1.0),
+    "normalized": fedsim.aggregators.MinNorm(),
+    "trust": fedsim.aggregators.FLTrust(federation.model().init(jax.random.key(0))),
+}
+
+
+@pytest.mark.parametrize("name", [*SUMS, *MEANS])
+def test_messages_with_more_than_an_update_are_not_multiplied(name):
+    algorithm = make(aggregator=(SUMS | MEANS)[name], weighting="uniform", staleness=fedsim.Staleness(0))
+    with pytest.raises(ValueError, match="must not be multiplied by scales"):
+        arrived(algorithm, scales=[0.5])
+    with pytest.raises(ValueError, match="must not be multiplied by scales"):
+        arrived(dataclasses.replace(algorithm, staleness=fedsim.Staleness(0, mixing=True)))
+    if name in SUMS:
         with pytest.raises(ValueError, match="must not be multiplied by scales or weights"):
-            algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+            arrived(algorithm, weights=[0.5])
+    else:
+        assert arrived(algorithm, weights=[0.5])[1].num_aggregated == 1
 
 
 @pytest.mark.slow
