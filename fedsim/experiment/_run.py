@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -355,22 +357,48 @@ def newest_state(algorithm: Algorithm, first: Cohort, checkpoints: Checkpoints |
 
 
 class Stopwatch:
-    """Measures the time between the ends of dispatches, from its creation on.
+    """Measures how long the rounds of each dispatch run, from when they are sent, or those before them end, until they end.
+
+    Rounds end beside an evaluation or a checkpoint, so a thread waits for them: what the host does meanwhile is not counted, nor
+    what it does before the next rounds are sent.
 
     >>> watch = Stopwatch()
+    >>> watch.start()
+    >>> watch.follow(jax.numpy.zeros(3))
     >>> watch.lap(stop=2) >= 0, watch.rate(stop=2)
     (True, None)
     """
 
     def __init__(self) -> None:
-        self._mark = time.perf_counter()
+        self._start = self._end = time.perf_counter()
+        self._running: deque[tuple[float, threading.Thread, list[float]]] = deque()
         self._compiled: tuple[int, float] | None = None
 
+    def start(self) -> None:
+        """Begins to measure a dispatch, before it is sent."""
+        self._start = time.perf_counter()
+
+    def follow(self, infos: Any) -> None:
+        """Waits beside the caller for the dispatch that has been sent, which has these infos on the devices."""
+        ends: list[float] = []
+
+        def wait() -> None:
+            with contextlib.suppress(Exception):  # It is raised where the infos are read.
+                jax.block_until_ready(infos)
+            ends.append(time.perf_counter())
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        if jax.process_count() > 1:  # All wait for these rounds, too; see `Rounds.wait_for_others`.
+            waiting.join()
+        self._running.append((self._start, waiting, ends))
+
     def lap(self, stop: int) -> float:
-        """Returns the seconds since the end of the dispatch before; the one that ends now ends after round ``stop``."""
-        now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
-        self._compiled = self._compiled or (stop, now)
+        """Returns the seconds of the oldest dispatch that was followed, after it has ended; its last round is round ``stop``."""
+        start, waiting, ends = self._running.popleft()
+        waiting.join()
+        seconds, self._end = ends[0] - max(start, self._end), ends[0]
+        self._compiled = self._compiled or (stop, self._end)
         return seconds
 
     def rate(self, stop: int) -> float | None:
@@ -380,4 +408,4 @@ class Stopwatch:
         """
         if self._compiled is None or stop <= self._compiled[0]:
             return None
-        return (stop - self._compiled[0]) / (self._mark - self._compiled[1])
+        return (stop - self._compiled[0]) / (self._end - self._compiled[1])

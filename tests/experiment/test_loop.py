@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -380,3 +381,16 @@ def test_metrics_that_are_arrays(make_algorithm, model, data, tmp_path):
     written = b"".join(path.read_bytes() for path in (folder / "tensorboard").rglob("events.*"))
     assert all(tag in written for tag in (b"test/auc", b"test/f1_per_class/0", b"test/f1_per_class/2"))
     assert b"confusion" not in written
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_seconds_are_those_of_the_rounds_without_evaluations(algorithm, sampler, data, replaced, monkeypatch):
+    def slow(*arguments: Any, **options: Any) -> dict[str, float]:
+        time.sleep(0.2)
+        return {"loss": 1.0}
+
+    monkeypatch.setattr("fedsim.experiment._run.default_evaluation", lambda *given, **_: slow if given[2] else None)
+    evaluation = {"evaluate": slow} if replaced else {"test_data": data}
+    result = run(algorithm, sampler, rounds=4, evaluate_every=1, progress=False, **evaluation)
+    assert [line["round"] for line in result.history] == [r for r in range(1, 5) for _ in range(2)]
+    assert sum(sorted(line["seconds"] for line in result.history if "seconds" in line)[:2]) < 0.2
