@@ -212,8 +212,8 @@ class Wave:
                 check_cohorts(member.algorithm, own)
                 if own[0].attack != self._attack:
                     raise ValueError(
-                        f"Expected one attack in all rounds of members that run at the same time, got {self._attack} and in round "
-                        f"{own[0].round} {own[0].attack}: run the members with how='sequential' (--sweep-mode sequential)."
+                        f"Expected one attack in all rounds of members that run at the same time, got {self._attack} and "
+                        f"in round {own[0].round} {own[0].attack}: give how='sequential' (--sweep-mode sequential)."
                     )
         plans = [self._plans_of(member, own) for member, own in zip(self._members, given, strict=True)]
         of_members = jax.tree.map(lambda *fields: np.stack(fields), *plans)
