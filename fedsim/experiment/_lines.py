@@ -224,7 +224,7 @@ def is_better(line: Line, other: Line, name: str) -> bool:
     """Returns whether a metric has a better value in one line than in another; a value that is not finite is the worst.
 
     Raises:
-      ValueError: it is not known which values are better.
+      ValueError: it is not known which values are better, or they are arrays.
 
     >>> is_better({"test_loss": 0.5}, {"test_loss": 0.6}, "test_loss")
     True
@@ -232,6 +232,8 @@ def is_better(line: Line, other: Line, name: str) -> bool:
     if (better := _better(line, name)) is None:
         raise ValueError(f"It is not known whether higher or lower values of {name} are better: choose another metric.")
     value, known = line[name], other[name]
+    if isinstance(value, list) or isinstance(known, list):
+        raise ValueError(f"Expected a metric with one number, got {name}, which has an array: choose another metric.")
     if value is None or known is None:
         return value is not None
     return value < known if better == "lower" else value > known

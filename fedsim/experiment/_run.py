@@ -23,7 +23,7 @@ from fedsim.durable_files import WriteError, is_full, replace_text
 from fedsim.evaluation import Evaluation
 from fedsim.execution import report_problems
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._default_evaluation import Scores, State, default_evaluation, is_personal, metric_names
+from fedsim.experiment._default_evaluation import Scores, State, default_evaluation, is_personal, ranking_metrics
 from fedsim.experiment._disk import explained
 from fedsim.experiment._dispatch import DispatchedRounds, DispatchLength, Rounds
 from fedsim.experiment._divergence import LossMonitor
@@ -133,8 +133,8 @@ class Run(Rounds):
                     f"Expected validation data for stop_when={stop_when!r}, got none: give validation_data (--validation 0.1). "
                     "A run that ends by its test data would report them too favourably."
                 )
-        if self._validate is not None and (names := metric_names(algorithm, like)) is not None:
-            check_metrics(self._rules.values(), names)
+        if validation_data is not None and any(rule.metric for rule in self._rules.values()):
+            check_metrics(self._rules.values(), ranking_metrics(algorithm, like, validation_data))
         self._evaluation_waits = evaluate is not None or is_personal(algorithm)
         boundaries = [rounds, *([evaluate_every] if self._compute_scores or self._validate or self._can_stop else [])]
         lengths = DispatchLength(fixed_length, [*boundaries, *([checkpoint_every] if checkpoint_every else [])])
@@ -359,8 +359,8 @@ def newest_state(algorithm: Algorithm, first: Cohort, checkpoints: Checkpoints |
 class Stopwatch:
     """Measures how long the rounds of each dispatch run, from when they are sent, or those before them end, until they end.
 
-    Rounds end beside an evaluation or a checkpoint, so a thread waits for them: what the host does meanwhile is not counted, nor
-    what it does before the next rounds are sent.
+    Rounds end beside an evaluation or a checkpoint, so a thread waits for them: what the host does meanwhile is not counted,
+    nor what it does before the next rounds are sent.
 
     >>> watch = Stopwatch()
     >>> watch.start()
@@ -394,7 +394,7 @@ class Stopwatch:
         self._running.append((self._start, waiting, ends))
 
     def lap(self, stop: int) -> float:
-        """Returns the seconds of the oldest dispatch that was followed, after it has ended; its last round is round ``stop``."""
+        """Returns the seconds of the oldest dispatch that was followed, after it has ended. Its last round is ``stop``."""
         start, waiting, ends = self._running.popleft()
         waiting.join()
         seconds, self._end = ends[0] - max(start, self._end), ends[0]
