@@ -135,7 +135,9 @@ class Run(Rounds):
                 )
         if validation_data is not None and any(rule.metric for rule in self._rules.values()):
             check_metrics(self._rules.values(), ranking_metrics(algorithm, like, validation_data))
-        self._evaluation_waits = evaluate is not None or is_personal(algorithm)
+        # A CPU cannot run two programs with collectives at a time, and these may run some.
+        self._evaluation_waits = evaluate is not None or hasattr(algorithm, "evaluate") or is_personal(algorithm)
+        self._callbacks_wait = bool(callbacks) and jax.default_backend() == "cpu"
         boundaries = [rounds, *([evaluate_every] if self._compute_scores or self._validate or self._can_stop else [])]
         lengths = DispatchLength(fixed_length, [*boundaries, *([checkpoint_every] if checkpoint_every else [])])
         super().__init__(algorithm, sampler, first=first, rounds=rounds, lengths=lengths)
@@ -238,10 +240,11 @@ class Run(Rounds):
             ((cohort,), (line,)) = dispatch.cohorts, measured
             observation = Observation.of(cohort, jax.tree.map(lambda x: x[0], infos), steered.observes)
             line["observed"], self.sampler = observation.to_json(), steered.observe(observation)
+        is_scored = self._evaluates and self._is_evaluated(stop)
+        if (self._callbacks_wait and dispatch.state is not None) or (self._evaluation_waits and is_scored):
+            jax.block_until_ready(self.state)
         self.log.write(measured, dispatch.state)
-        if self._evaluates and self._is_evaluated(stop):
-            if self._evaluation_waits:
-                jax.block_until_ready(self.state)  # A CPU cannot run two programs with collectives at a time.
+        if is_scored:
             self._write_evaluation(stop, dispatch.state)
         if dispatch.state is not None:  # A checkpoint that became due after `needs_state` waits for the next dispatch.
             self.log.save(stop, dispatch.state, self._checkpoint_every, final=stop == self.rounds)

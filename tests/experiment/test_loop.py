@@ -394,3 +394,32 @@ def test_seconds_are_those_of_the_rounds_without_evaluations(algorithm, sampler,
     result = run(algorithm, sampler, rounds=4, evaluate_every=1, progress=False, **evaluation)
     assert [line["round"] for line in result.history] == [r for r in range(1, 5) for _ in range(2)]
     assert sum(sorted(line["seconds"] for line in result.history if "seconds" in line)[:2]) < 0.2
+
+
+@pytest.mark.parametrize("by", ["evaluate", "callback"])
+def test_no_rounds_run_beside_code_that_may_run_programs(algorithm, sampler, data, by):
+    """Two programs with collectives at a time may end the process on a CPU. The state of every round comes late."""
+    sent, ready = [], []
+
+    @jax.jit
+    def late(matrix: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 50, lambda _, power: power @ matrix, matrix)[0, 0]
+
+    class Own(fedsim.algorithms.FedAvg):
+        def apply_rounds(self, *arguments: Any, **options: Any) -> Any:
+            state, infos = super().apply_rounds(*arguments, **options)
+            zero = late(jnp.zeros([300, 300]))
+            sent.append(jax.tree.map(lambda x: x + zero.astype(x.dtype), state))
+            return sent[-1], infos
+
+        def evaluate(self, state: Any, data: Any) -> dict[str, float]:
+            return note() or {"loss": 1.0}
+
+    def note(line: Any = None, state: Any = None) -> None:
+        ready.append(all(leaf.is_ready() for leaf in jax.tree.leaves(sent[-1])))
+
+    fields = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm)}
+    own = Own(**fields | dict(execution=fedsim.Jit()))
+    given: dict[str, Any] = {"evaluate": {"test_data": data, "evaluate_every": 1}, "callback": {"callbacks": [note]}}[by]
+    run(own, sampler, rounds=3, rounds_per_dispatch=1, progress=False, **given)
+    assert len(sent) == 3 and ready == [True] * 3
