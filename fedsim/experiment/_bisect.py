@@ -264,8 +264,8 @@ def _differing_state(one: State, other: State, clients: np.ndarray | None = None
 
     On a virtual clock, how many of these a state has depends on the number of rounds.
     """
-    states = [state._replace(past=()) if isinstance(state, FederatedState) else state for state in (one, other)]
-    return _differing_leaf(*states, clients)
+    mine, theirs = (state._replace(past=()) if isinstance(state, FederatedState) else state for state in (one, other))
+    return _differing_leaf(mine, theirs, clients)
 
 
 def _differing_leaf(one: Any, other: Any, clients: np.ndarray | None = None) -> str | None:
