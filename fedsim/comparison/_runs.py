@@ -38,7 +38,7 @@ class RecordedRun:
       sweep_size: how many runs its sweep has when all have begun; 0 for a run of its own.
       data: a text that identifies its training, validation and test data; empty if it is not recorded.
       versions: the versions of packages.
-      ended: the last ``round``, and the ``rule`` and its ``reason`` if one ended the run. None: it has rounds left. Empty if
+      ended: the last ``round``, and the ``rule`` and its ``reason`` if one ended the run. None: it has not ended. Empty if
         this is not known, because an earlier version of fedsim wrote the folder.
 
     >>> run = RecordedRun(folder=Path("runs/a"), fields={}, seed=0, rounds=2, history=[{"round": 1, "seconds": 0.5}])
@@ -78,9 +78,12 @@ class RecordedRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all rounds have lines in the metrics, or a rule has ended the run, and its last evaluation has one, too."""
+        """Whether all rounds have lines in the metrics, or a rule has ended the run, and its last evaluation has one, too.
+
+        If the folder says how a run ended, it also has to say that the run has.
+        """
         has_rounds = bool(self.history) and (self.rounds is None or self.round >= self.rounds or self.ended_early)
-        return not self.problem and has_rounds and not self._lacks_evaluation
+        return not self.problem and has_rounds and self.ended is not None and not self._lacks_evaluation
 
     @property
     def _lacks_evaluation(self) -> bool:
@@ -95,8 +98,8 @@ class RecordedRun:
         if self.is_finished and not self.ended_early:
             return "finished"
         if not self.ended_early:
-            lacks = self.round == self.rounds and self._lacks_evaluation
-            return f"round {self.round} of {self.rounds}" + ", without its evaluation" * lacks
+            lacks = "its evaluation" if self._lacks_evaluation else "its last files"
+            return f"round {self.round} of {self.rounds}" + f", without {lacks}" * (self.round == self.rounds)
         rule = self.ended["rule"] if self.ended else f"{self.fields['stop_when']}, or interrupted"
         return f"round {self.round} of {self.rounds}: stopped by {rule}"
 

@@ -19,6 +19,7 @@ from fedsim.configuration._config import Settings as Settings
 from fedsim.configuration._config import Value as Value
 from fedsim.configuration._config import fields_that_name as fields_that_name
 from fedsim.configuration._config import options_that_build as options_that_build
+from fedsim.configuration._config import python_numbers as python_numbers
 from fedsim.configuration._config import topology_with_seed as topology_with_seed
 from fedsim.configuration._config import writer_names as writer_names
 from fedsim.configuration._published import Published as Published

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import jax
+import numpy as np
+
 from fedsim import checks
 from fedsim.configuration._client_schedule import client_schedule
 from fedsim.configuration._validation import validation_fraction
@@ -28,6 +31,23 @@ WRITERS = {"tensorboard": "run", "wandb": "wandb", "mlflow": "mlflow"}
 _MECHANISMS = "independent", "tree", "efficient_tree", "banded", "buffered", "distributed"
 # The axes of a mesh, see `fedsim.Sharded`.
 _AXES = ("clients", "model", "data")
+
+
+def python_numbers(value: Any) -> Any:
+    """Returns a number of NumPy or JAX as one of Python, which JSON has; in a mapping, too. Other values stay as they are.
+
+    >>> import numpy as np
+    >>> python_numbers({"mu": np.float64(0.1), "clients": np.int64(2), "algorithm": "fedprox"})
+    {'mu': 0.1, 'clients': 2, 'algorithm': 'fedprox'}
+    """
+    if isinstance(value, Mapping):
+        return {name: python_numbers(each) for name, each in value.items()}
+    return value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) and not np.ndim(value) else value
+
+
+def _set_python_numbers(config: Any) -> None:
+    for field in dataclasses.fields(config):
+        object.__setattr__(config, field.name, python_numbers(getattr(config, field.name)))
 
 
 def _option(
@@ -398,6 +418,7 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
+        _set_python_numbers(self)
         _check_choices(self)
         counts = ("rounds", "clients", "batch_size", "epochs", "evaluate_every")
         checks.whole(1, **{name: getattr(self, name) for name in counts})
@@ -614,6 +635,7 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
+        _set_python_numbers(self)
         _check_choices(self)
         if self.folder == "":
             raise ValueError("Expected the name of a folder, got folder='': give a name, or leave it out.")

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedsim import checks
+from fedsim import checks, rng
 from fedsim.data import FederatedData
 from fedsim.evaluation._statistics import (
     Statistics,
@@ -159,6 +159,29 @@ def evaluation_of(clients: Statistics) -> Evaluation:
         value = np.asarray(jax.tree.map(over_all, statistic).result())
         overall[name] = value if value.ndim else value.item()
     return Evaluation(overall, clients)
+
+
+def evaluation_of_none(model: Model, data: FederatedData) -> Evaluation:
+    """Returns an evaluation of no example, with one client: which metrics there are, of which shapes, and what is better.
+
+    The model is traced, and not computed.
+
+    Args:
+      model: has ``apply_for_eval`` and ``metrics``.
+      data: the population whose examples are left out.
+
+    Raises:
+      ValueError: a metric does not return one entry per example; see `fedsim.metrics`.
+
+    >>> import fedsim
+    >>> empty = evaluation_of_none(fedsim.models.digits_logistic(), fedsim.datasets.load("digits").test)
+    >>> empty.overall["loss"], empty.clients["accuracy"].better
+    (nan, 'higher')
+    """
+    forms = sum_forms(model, jax.eval_shape(model.init_whole, rng.root(0)), data.columns)
+    clients = jax.tree.map(lambda form: np.zeros((1, *form.shape), form.dtype), forms)
+    with np.errstate(all="ignore"):
+        return evaluation_of({name: clients[name] for name in model.metrics})  # JAX sorts the keys of dicts.
 
 
 def _one_ahead(results: Iterable[T]) -> Iterator[T]:

@@ -17,7 +17,7 @@ from fedsim.data import ClientRows, Cohort, FederatedData
 from fedsim.execution import _memory, _placement
 from fedsim.execution._compile import CompiledFunction, compiled
 from fedsim.execution._device_round import CompileOptions
-from fedsim.execution._execution import Jit, Pmap
+from fedsim.execution._execution import Jit, Pmap, check_cohorts
 from fedsim.execution._layout import Layout, lanes_for, num_steps, plan_round, windows
 from fedsim.execution._memory import remembered
 from fedsim.execution._placement import AXIS
@@ -164,6 +164,7 @@ class Wave:
         assert all(member.first.data is data for member in members), "members that run together have the same data"
         device = mesh.devices.flat[0]
         self._size, self._length, self._slots, self._plans = len(members), length, widest.slots, plans
+        self._attack = widest.attack
         # Places without a member have the state of the last one and run no round.
         self._members = [*members, *[members[-1]] * (side_by_side * mesh.size - len(members))]
         full = [remembered(member.algorithm, member.state, data) for member in self._members]
@@ -201,8 +202,19 @@ class Wave:
 
         Returns:
           The infos of the rounds on the devices, for `read_infos`.
+
+        Raises:
+          ValueError: an algorithm refuses its cohorts, or the attack is not that of ``widest``.
         """
         given = [*cohorts, *[[]] * (len(self._members) - len(cohorts))]
+        for member, own in zip(self._members, given, strict=True):
+            if own:
+                check_cohorts(member.algorithm, own)
+                if own[0].attack != self._attack:
+                    raise ValueError(
+                        f"Expected one attack in all rounds of members that run at the same time, got {self._attack} and "
+                        f"in round {own[0].round} {own[0].attack}: give how='sequential' (--sweep-mode sequential)."
+                    )
         plans = [self._plans_of(member, own) for member, own in zip(self._members, given, strict=True)]
         of_members = jax.tree.map(lambda *fields: np.stack(fields), *plans)
         state, table = self.states

@@ -21,6 +21,7 @@ from fedsim.experiment._lines import Line
 from fedsim.experiment._metrics_file import read_metrics
 from fedsim.experiment._replay import RunRound, only_errors
 from fedsim.experiment._run import State
+from fedsim.rounds import FederatedState
 
 _FACTOR = 5.0  # A client is out of line if its loss or norm is larger than this times the median of the cohort.
 
@@ -83,7 +84,7 @@ def bisect(folder: str | Path, other: str | Path | None = None) -> Finding:
     start, by_states = _common_start(runs, by_metrics)
     if start is None:
         states = [run.state for run in runs]
-        leaf = _differing_leaf(*states)
+        leaf = _differing_state(*states)
         return Finding(round=0, leaf=leaf, text=f"The initial states differ: {_shown(leaf, *states)}.")
     of_states = [round for round in (by_metrics, by_states) if round is not None]
     agree = f"The runs agree in all {rounds} rounds that both have: metrics, and the last common checkpoint."
@@ -97,7 +98,7 @@ def bisect(folder: str | Path, other: str | Path | None = None) -> Finding:
         before = [run.state for run in runs]
         cohorts = [run.advance() for run in runs]
         after = [run.state for run in runs]
-        leaf = _differing_leaf(after[0], after[1], cohorts[0].clients)
+        leaf = _differing_state(after[0], after[1], cohorts[0].clients)
         if leaf is not None or not np.array_equal(cohorts[0].clients, cohorts[1].clients):
             return _in_round(runs, before, after, leaf)
     found, why = f"The folders differ in round {known}", "the difference comes from where they ran"
@@ -139,14 +140,14 @@ def _common_start(runs: Sequence[_Rerun], by_metrics: int | None) -> tuple[int |
 
     The first is None if their initial states differ.
     """
-    if _differing_leaf(*(run.state for run in runs)) is not None:
+    if _differing_state(*(run.state for run in runs)) is not None:
         return None, 0
     start, differs = 0, None
     for round in sorted(set(runs[0].checkpoints.rounds()) & set(runs[1].checkpoints.rounds())):
         if by_metrics is not None and round >= by_metrics:
             break
         states = [run.saved(round) for run in runs]
-        if _differing_leaf(*states) is not None:
+        if _differing_state(*states) is not None:
             differs = round
             break
         start = round
@@ -256,6 +257,15 @@ def _first_difference(one: Sequence[Line], other: Sequence[Line], *, evaluations
         if names := [name for name in shared if mine[round][name] != theirs[round][name]]:
             return round, names
     return None, []
+
+
+def _differing_state(one: State, other: State, clients: np.ndarray | None = None) -> str | None:
+    """Returns the name of the first array in which two states differ, without the models that clients may still start from.
+
+    On a virtual clock, how many of these a state has depends on the number of rounds.
+    """
+    mine, theirs = (state._replace(past=()) if isinstance(state, FederatedState) else state for state in (one, other))
+    return _differing_leaf(mine, theirs, clients)
 
 
 def _differing_leaf(one: Any, other: Any, clients: np.ndarray | None = None) -> str | None:

@@ -11,9 +11,10 @@ import numpy as np
 from fedsim import rng
 from fedsim.algorithm import Algorithm
 from fedsim.data import FederatedData
-from fedsim.evaluation import Evaluation, evaluate_personalized
+from fedsim.evaluation import Evaluation, evaluate_personalized, evaluation_of_none
 from fedsim.evaluation import evaluate as evaluate_model
 from fedsim.execution import Jit
+from fedsim.metrics import better_of
 from fedsim.model import keeps_parts
 from fedsim.samplers import Arriving, Sampler
 
@@ -97,13 +98,22 @@ def default_evaluation(
     return evaluation
 
 
-def metric_names(algorithm: Algorithm, like: State) -> list[str] | None:
-    """Returns the names of the metrics in the run's evaluations of such states; None if the algorithm evaluates itself."""
+def ranking_metrics(algorithm: Algorithm, like: State, data: FederatedData) -> list[str] | None:
+    """Returns the names of the metrics by which evaluations can be ranked; None if the algorithm evaluates itself.
+
+    These have one number, and it is known which values are better.
+
+    Args:
+      algorithm: the algorithm of the run.
+      like: a state of the algorithm, of arrays or ``jax.ShapeDtypeStruct``.
+      data: what is evaluated.
+    """
     model: Any = getattr(algorithm, "model", None)
     if hasattr(algorithm, "evaluate") or model is None:
         return None
-    whole = list(model.metrics) if _is_whole(like.params, model) else []
-    return whole + [f"personal_{name}" for name in model.metrics if is_personal(algorithm)]
+    overall, clients = evaluation_of_none(model, data)
+    names = [name for name, value in overall.items() if np.ndim(value) == 0 and better_of(name, clients[name])]
+    return (names if _is_whole(like.params, model) else []) + [f"personal_{name}" for name in names if is_personal(algorithm)]
 
 
 def _is_whole(params: Any, model: Any) -> bool:

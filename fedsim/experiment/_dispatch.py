@@ -48,7 +48,7 @@ class DispatchLength:
 
     def next(self, start: int) -> int:
         """Returns the number of rounds of the dispatch that begins after round ``start``."""
-        # The shortest of the last four, because some dispatches also wait for an evaluation.
+        # The shortest of the last four, because an evaluation may run beside the others.
         by_time = max(1, int(_SECONDS_PER_DISPATCH / max(min(self._recent), 1e-9))) if self._recent else 1
         to_boundary = min(boundary - start % boundary for boundary in self._boundaries)
         return min(self._fixed or by_time, self.limit, to_boundary)

@@ -42,7 +42,7 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
       (``loss``); ``num_examples``; the bits that all clients sent and received (``bits_up``, ``bits_down``, and the estimate
       ``entropy_bits_up`` if it differs from ``bits_up``); ``dropped``, the number of updates that were not finite; the mean
       and the largest ``staleness`` of the clients, and ``staleness_counts``, how many have each staleness from 0 on, if the
-      algorithm has one; and ``seconds``.
+      algorithm has one; and ``seconds``, the wall time of the round.
 
     Raises:
       ValueError: an algorithm reports a value with a name that the run itself gives, or that of an evaluation.
@@ -224,7 +224,7 @@ def is_better(line: Line, other: Line, name: str) -> bool:
     """Returns whether a metric has a better value in one line than in another; a value that is not finite is the worst.
 
     Raises:
-      ValueError: it is not known which values are better.
+      ValueError: it is not known which values are better, or they are arrays.
 
     >>> is_better({"test_loss": 0.5}, {"test_loss": 0.6}, "test_loss")
     True
@@ -232,6 +232,8 @@ def is_better(line: Line, other: Line, name: str) -> bool:
     if (better := _better(line, name)) is None:
         raise ValueError(f"It is not known whether higher or lower values of {name} are better: choose another metric.")
     value, known = line[name], other[name]
+    if isinstance(value, list) or isinstance(known, list):
+        raise ValueError(f"Expected a metric with one number, got {name}, which has an array: choose another metric.")
     if value is None or known is None:
         return value is not None
     return value < known if better == "lower" else value > known

@@ -173,7 +173,12 @@ def run(
         current.wait_for_others()
         stopped_by = interruption.received()
         can_go_on = current.position < current.rounds and not current.waits and not stopped_by
-        return current.dispatch() if can_go_on else None
+        if not can_go_on:
+            return None
+        watch.start()
+        sent = current.dispatch()
+        watch.follow(sent.infos)
+        return sent
 
     @distributed.losses_named(current.how_to_resume)
     def finish(dispatch: DispatchedRounds) -> None:

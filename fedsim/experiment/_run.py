@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +23,7 @@ from fedsim.durable_files import WriteError, is_full, replace_text
 from fedsim.evaluation import Evaluation
 from fedsim.execution import report_problems
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._default_evaluation import Scores, State, default_evaluation, is_personal, metric_names
+from fedsim.experiment._default_evaluation import Scores, State, default_evaluation, is_personal, ranking_metrics
 from fedsim.experiment._disk import explained
 from fedsim.experiment._dispatch import DispatchedRounds, DispatchLength, Rounds
 from fedsim.experiment._divergence import LossMonitor
@@ -131,9 +133,11 @@ class Run(Rounds):
                     f"Expected validation data for stop_when={stop_when!r}, got none: give validation_data (--validation 0.1). "
                     "A run that ends by its test data would report them too favourably."
                 )
-        if self._validate is not None and (names := metric_names(algorithm, like)) is not None:
-            check_metrics(self._rules.values(), names)
-        self._evaluation_waits = evaluate is not None or is_personal(algorithm)
+        if validation_data is not None and any(rule.metric for rule in self._rules.values()):
+            check_metrics(self._rules.values(), ranking_metrics(algorithm, like, validation_data))
+        # A CPU cannot run two programs with collectives at a time, and these may run some.
+        self._evaluation_waits = evaluate is not None or hasattr(algorithm, "evaluate") or is_personal(algorithm)
+        self._callbacks_wait = bool(callbacks) and jax.default_backend() == "cpu"
         boundaries = [rounds, *([evaluate_every] if self._compute_scores or self._validate or self._can_stop else [])]
         lengths = DispatchLength(fixed_length, [*boundaries, *([checkpoint_every] if checkpoint_every else [])])
         super().__init__(algorithm, sampler, first=first, rounds=rounds, lengths=lengths)
@@ -236,10 +240,11 @@ class Run(Rounds):
             ((cohort,), (line,)) = dispatch.cohorts, measured
             observation = Observation.of(cohort, jax.tree.map(lambda x: x[0], infos), steered.observes)
             line["observed"], self.sampler = observation.to_json(), steered.observe(observation)
+        is_scored = self._evaluates and self._is_evaluated(stop)
+        if (self._callbacks_wait and dispatch.state is not None) or (self._evaluation_waits and is_scored):
+            jax.block_until_ready(self.state)
         self.log.write(measured, dispatch.state)
-        if self._evaluates and self._is_evaluated(stop):
-            if self._evaluation_waits:
-                jax.block_until_ready(self.state)  # A CPU cannot run two programs with collectives at a time.
+        if is_scored:
             self._write_evaluation(stop, dispatch.state)
         if dispatch.state is not None:  # A checkpoint that became due after `needs_state` waits for the next dispatch.
             self.log.save(stop, dispatch.state, self._checkpoint_every, final=stop == self.rounds)
@@ -355,22 +360,48 @@ def newest_state(algorithm: Algorithm, first: Cohort, checkpoints: Checkpoints |
 
 
 class Stopwatch:
-    """Measures the time between the ends of dispatches, from its creation on.
+    """Measures how long the rounds of each dispatch run, from when they are sent, or those before them end, until they end.
+
+    Rounds end beside an evaluation or a checkpoint, so a thread waits for them: what the host does meanwhile is not counted,
+    nor what it does before the next rounds are sent.
 
     >>> watch = Stopwatch()
+    >>> watch.start()
+    >>> watch.follow(jax.numpy.zeros(3))
     >>> watch.lap(stop=2) >= 0, watch.rate(stop=2)
     (True, None)
     """
 
     def __init__(self) -> None:
-        self._mark = time.perf_counter()
+        self._start = self._end = time.perf_counter()
+        self._running: deque[tuple[float, threading.Thread, list[float]]] = deque()
         self._compiled: tuple[int, float] | None = None
 
+    def start(self) -> None:
+        """Begins to measure a dispatch, before it is sent."""
+        self._start = time.perf_counter()
+
+    def follow(self, infos: Any) -> None:
+        """Waits beside the caller for the dispatch that has been sent, which has these infos on the devices."""
+        ends: list[float] = []
+
+        def wait() -> None:
+            with contextlib.suppress(Exception):  # It is raised where the infos are read.
+                jax.block_until_ready(infos)
+            ends.append(time.perf_counter())
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        if jax.process_count() > 1:  # All wait for these rounds, too; see `Rounds.wait_for_others`.
+            waiting.join()
+        self._running.append((self._start, waiting, ends))
+
     def lap(self, stop: int) -> float:
-        """Returns the seconds since the end of the dispatch before; the one that ends now ends after round ``stop``."""
-        now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
-        self._compiled = self._compiled or (stop, now)
+        """Returns the seconds of the oldest dispatch that was followed, after it has ended. Its last round is ``stop``."""
+        start, waiting, ends = self._running.popleft()
+        waiting.join()
+        seconds, self._end = ends[0] - max(start, self._end), ends[0]
+        self._compiled = self._compiled or (stop, self._end)
         return seconds
 
     def rate(self, stop: int) -> float | None:
@@ -380,4 +411,4 @@ class Stopwatch:
         """
         if self._compiled is None or stop <= self._compiled[0]:
             return None
-        return (stop - self._compiled[0]) / (self._mark - self._compiled[1])
+        return (stop - self._compiled[0]) / (self._end - self._compiled[1])

@@ -159,15 +159,18 @@ def check_has_clock(rules: Iterable[StopRule], algorithm: Algorithm, cohort: Coh
         )
 
 
-def check_metrics(rules: Iterable[StopRule], known: Sequence[str]) -> None:
-    """Raises ``ValueError`` if a rule reads a metric that evaluations will not have."""
+def check_metrics(rules: Iterable[StopRule], known: Sequence[str] | None) -> None:
+    """Raises ``ValueError`` if a rule reads a metric by which evaluations cannot be ranked; None if these are not known yet."""
     for rule in rules:
-        if rule.metric is not None and rule.metric not in known:
+        if rule.metric is not None and known is not None and rule.metric not in known:
             raise ValueError(_no_metric(rule.metric, known))
 
 
 def _no_metric(metric: str, known: Iterable[str]) -> str:
-    return f"Expected a metric of the validation data, got metric={metric!r}: choose one of {', '.join(known)}."
+    return (
+        "Expected a metric of the validation data with one number, of which it is known whether higher or lower values are "
+        f"better, got metric={metric!r}: choose one of {', '.join(known)}."
+    )
 
 
 def _evaluations(history: Sequence[Line], metric: str) -> list[Line]:

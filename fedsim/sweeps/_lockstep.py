@@ -214,16 +214,19 @@ class _Lockstep:
         if not left or self._errors or (self._interruption and self._interruption.received()):
             return None
         self._finished = None  # Its states need not stay on the devices.
+        self._watch.start()
         if self._wave is None:
             ((job, run),) = left.items()
             with named(job.name), run.write_errors():
                 alone = run.dispatch()
+            self._watch.follow(alone.infos)
             return _Sent([alone.cohorts], lambda: [jax.device_get(alone.infos)], lambda: [alone.state])
         length = min(run.lengths.next(run.position) for run in left.values())
         cohorts = [run.next_cohorts(length) if job in left else [] for job, run in self._runs.items()]
         length = min(len(own) for own in cohorts if own)
         cohorts = [own[:length] for own in cohorts]
         infos = self._wave.run(cohorts)
+        self._watch.follow(infos)
         for run in left.values():
             run.position += length
         read_infos = functools.partial(self._wave.read_infos, infos, length)

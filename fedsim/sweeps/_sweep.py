@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import jax
 
 from fedsim import distributed, rng
-from fedsim.configuration import Experiment, How, RunConfig, Settings, build_members
+from fedsim.configuration import Experiment, How, RunConfig, Settings, build_members, python_numbers
 from fedsim.durable_files import replace_text, writing
 from fedsim.experiment import read_sweep
 from fedsim.experiment.driving import (
@@ -120,7 +120,7 @@ def sweep(
         imported = {id(module): module for _, own in members for module in imported_modules(own)}
         code = code_of(*(experiment[:2] for experiment in experiments), *imported.values())
         new = {"config": dataclasses.asdict(config), "varied": _plain(varied), "seeds": chosen_seeds}
-        new |= {"differing": differing} if differing else {}
+        new |= {"differing": [list(map(python_numbers, pair)) for pair in differing]} if differing else {}
         distributed.check_alike({"sweep": json.loads(json.dumps(new)), "code": dict(code)}, "configuration")
         way = distributed.from_first(
             distributed.in_first(lambda: _initialize(folder, new, settings, how, code)) or "sequential"
@@ -135,7 +135,7 @@ def sweep(
         ]
         stopped = interruption.signal if len(finished) + len(failed) < len(members) else None
         result = SweepResult(
-            members=finished, folder=folder, interrupted=stopped, varied=varied if isinstance(varied, Mapping) else None
+            members=finished, folder=folder, interrupted=stopped, varied=_plain(varied) if isinstance(varied, Mapping) else None
         )
         distributed.in_first(lambda: _write_tables(result))
     failures = f"{len(failed)} of {len(members)} runs failed. {folder / 'table.txt'} has the {len(finished)} that finished."
@@ -174,7 +174,7 @@ def members_of(
     """
     fields = {field.name for field in dataclasses.fields(RunConfig)} - {"hyperparameters"}
     members = []
-    for setting, seed in itertools.product(listed_settings(varied), seeds):
+    for setting, seed in itertools.product(map(python_numbers, listed_settings(varied)), seeds):
         member = SweepMember(setting=setting, seed=seed, folder=Path(folder))
         member = dataclasses.replace(member, folder=member.folder / _file_name(member.name))
         chosen = [values for names, values in differing if names.items() <= setting.items()]
@@ -197,7 +197,9 @@ def _write_tables(result: SweepResult) -> None:
 
 def _plain(varied: Varied) -> Any:
     """Returns what JSON can hold."""
-    return dict(varied) if isinstance(varied, Mapping) else [dict(setting) for setting in varied]
+    if isinstance(varied, Mapping):
+        return {name: list(map(python_numbers, values)) for name, values in varied.items()}
+    return list(map(python_numbers, varied))
 
 
 def _file_name(name: str) -> str:

@@ -155,6 +155,18 @@ def test_a_run_that_was_killed_before_its_last_evaluation_is_not_finished(tmp_pa
     assert list(comparison.settings[0].outcomes) == [0] and "without its evaluation" in " ".join(comparison.notes)
 
 
+def test_a_run_that_was_killed_before_its_only_evaluation_is_not_finished(tmp_path):
+    for seed, ended in enumerate([{"round": 2, "rule": None, "reason": None}, None]):
+        folder = write_run(tmp_path / str(seed), [0.5, 0.6], seed=seed)
+        stored = json.loads((folder / "config.json").read_text()) | {"ended": ended}
+        (folder / "config.json").write_text(json.dumps(stored))
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text("".join(line for line in lines if "seconds" in line))
+    unevaluated, killed = read_runs(tmp_path)
+    assert (unevaluated.is_finished, unevaluated.state) == (True, "finished")
+    assert (killed.is_finished, killed.state) == (False, "round 2 of 2, without its last files")
+
+
 def test_unfinished_repeated_and_damaged_runs_are_left_out_and_named(tmp_path):
     write_run(tmp_path / "a", [0.5, 0.6])
     write_run(tmp_path / "again", [0.5, 0.6])

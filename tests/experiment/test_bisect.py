@@ -3,11 +3,13 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from fedsim.commands import main
 from fedsim.experiment import bisect, load
-from fedsim.experiment._bisect import _first_difference
+from fedsim.experiment._bisect import _differing_state, _first_difference
+from fedsim.rounds import FederatedState
 
 DATA = """
 import numpy as np, fedsim
@@ -80,6 +82,19 @@ def test_lines_are_compared_by_round():
     assert _first_difference(one, changed, evaluations=True) == (2, ["test_loss"])
     more = [*one[:2], {**one[2], "test_f1": 0.5, "epsilon": 1.0}]
     assert _first_difference(one, more, evaluations=True) == (None, [])
+
+
+def test_states_are_compared_without_the_models_of_earlier_rounds():
+    states = [FederatedState({"w": np.ones(2)}, past={"w": np.zeros([kept, 2])}) for kept in (3, 5)]
+    assert _differing_state(*states) is None
+    assert _differing_state(states[0], states[1]._replace(server={"w": np.zeros(2)})) == "server/w"
+
+
+@pytest.mark.slow
+def test_runs_on_a_virtual_clock_that_have_other_numbers_of_rounds(run):
+    options = ["--step-seconds", "log_normal(sigma=1.5)", "--synchronization", "buffered(size=2, concurrency=8)"]
+    found = bisect(run("clock", *options, rounds=2), run("longer_clock", *options, rounds=30))
+    assert "agree in all 2 rounds that both have" in str(found)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -380,3 +381,45 @@ def test_metrics_that_are_arrays(make_algorithm, model, data, tmp_path):
     written = b"".join(path.read_bytes() for path in (folder / "tensorboard").rglob("events.*"))
     assert all(tag in written for tag in (b"test/auc", b"test/f1_per_class/0", b"test/f1_per_class/2"))
     assert b"confusion" not in written
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_seconds_are_those_of_the_rounds_without_evaluations(algorithm, sampler, data, replaced, monkeypatch):
+    def slow(*arguments: Any, **options: Any) -> dict[str, float]:
+        time.sleep(0.2)
+        return {"loss": 1.0}
+
+    monkeypatch.setattr("fedsim.experiment._run.default_evaluation", lambda *given, **_: slow if given[2] else None)
+    evaluation = {"evaluate": slow} if replaced else {"test_data": data}
+    result = run(algorithm, sampler, rounds=4, evaluate_every=1, progress=False, **evaluation)
+    assert [line["round"] for line in result.history] == [r for r in range(1, 5) for _ in range(2)]
+    assert sum(sorted(line["seconds"] for line in result.history if "seconds" in line)[:2]) < 0.2
+
+
+@pytest.mark.parametrize("by", ["evaluate", "callback"])
+def test_no_rounds_run_beside_code_that_may_run_programs(algorithm, sampler, data, by):
+    """Two programs with collectives at a time may end the process on a CPU. The state of every round comes late."""
+    sent, ready = [], []
+
+    @jax.jit
+    def late(matrix: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 50, lambda _, power: power @ matrix, matrix)[0, 0]
+
+    class Own(fedsim.algorithms.FedAvg):
+        def apply_rounds(self, *arguments: Any, **options: Any) -> Any:
+            state, infos = super().apply_rounds(*arguments, **options)
+            zero = late(jnp.zeros([300, 300]))
+            sent.append(jax.tree.map(lambda x: x + zero.astype(x.dtype), state))
+            return sent[-1], infos
+
+        def evaluate(self, state: Any, data: Any) -> dict[str, float]:
+            return note() or {"loss": 1.0}
+
+    def note(line: Any = None, state: Any = None) -> None:
+        ready.append(all(leaf.is_ready() for leaf in jax.tree.leaves(sent[-1])))
+
+    fields = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm)}
+    own = Own(**fields | dict(execution=fedsim.Jit()))
+    given: dict[str, Any] = {"evaluate": {"test_data": data, "evaluate_every": 1}, "callback": {"callbacks": [note]}}[by]
+    run(own, sampler, rounds=3, rounds_per_dispatch=1, progress=False, **given)
+    assert len(sent) == 3 and ready == [True] * 3

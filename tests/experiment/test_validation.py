@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fedsim
-from fedsim import experiment, sweeps
+from fedsim import experiment, metrics, sweeps
 from fedsim.commands import main
 from fedsim.comparison import read_runs
 from fedsim.configuration import RunConfig, Settings, build
@@ -127,6 +127,30 @@ def test_a_rule_with_an_unknown_metric_is_refused_before_the_first_round(algorit
     with pytest.raises(ValueError, match=f"got metric='acuracy': choose one of {names}\\."):
         run_experiment(build(config, settings), config, settings, progress=False)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_rule_whose_metric_ranks_nothing_is_refused_before_the_first_round():
+    made = build(dataclasses.replace(CONFIG, stop_when=None), Settings())
+    own = {
+        "f1": metrics.F1(),
+        "f1_of_classes": metrics.F1(average=None),
+        "confusion": metrics.ConfusionMatrix(),
+        "entropy": lambda examples, outputs: outputs[:, 0],
+    }
+    model = dataclasses.replace(made.algorithm.model, metrics=made.algorithm.model.metrics | own)
+    algorithm = dataclasses.replace(made.algorithm, model=model)
+
+    def start(metric):
+        given = dict(rounds=1, validation_data=made.validation_data, stop_when=f"no_better(evaluations=2, metric='{metric}')")
+        return experiment.run(algorithm, made.sampler, **given, progress=False)
+
+    for metric in ("f1_of_classes", "confusion", "entropy"):
+        with pytest.raises(ValueError, match=f"with one number, .* got metric='{metric}': choose one of loss, accuracy, f1"):
+            start(metric)
+    lines = [{"round": round, "validation_f1": [0.5, 0.1], "better": {"validation_f1": "higher"}} for round in (1, 2)]
+    for name, options in (("no_better", {"evaluations": 1}), ("reached", {"value": 0.9})):
+        with pytest.raises(ValueError, match="got validation_f1, which has an array"):
+            experiment.STOP_RULES[name](**options, metric="f1").reason(lines)
 
 
 def test_rules_read_validation_metrics_bytes_and_simulated_seconds():

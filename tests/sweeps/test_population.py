@@ -20,6 +20,7 @@ MODEL = federation.model()
 BATCHES = fedsim.Batches(size=4)
 TWO = fedsim.Pmap(devices=2)
 RATES = [0.05, 0.3, 1.0]
+ATTACK = fedsim.attacks.SignFlip()
 slow = pytest.mark.slow
 WAYS = ["devices", pytest.param("vmap", marks=slow), pytest.param("sequential", marks=slow)]
 # Numbers that no other test has, for programs that are not compiled yet: a program of the same text is not compiled again.
@@ -343,3 +344,27 @@ def test_samplers_that_do_not_fit_are_refused():
             rounds=1,
             sampler=lambda seed: fedsim.samplers.ClusteredSampling(data, clients=2, seed=seed),
         )
+
+
+def test_cohorts_are_checked_as_those_of_separate_runs():
+    def make(rate):
+        return fedprox(rate, weighting="uniform")
+
+    def clustered(seed):
+        return fedsim.samplers.ClusteredSampling(DATA, clients=2, seed=seed)
+
+    with pytest.raises(ValueError, match="FedProx has staleness=None: set staleness=fedsim.Staleness"):
+        fedsim.population(make, {"rate": [0.1]}, 1, sampler=clustered, rounds=1, how="devices", progress=False)
+
+
+def test_attacks_that_begin_after_the_first_round_are_refused():
+    class Later:
+        def __init__(self, seed):
+            self.before = sampler(seed)
+            self.after = fedsim.samplers.Attacked(self.before, ATTACK, fraction=0.5, seed=seed)
+
+        def cohort(self, round):
+            return (self.after if round else self.before).cohort(round)
+
+    with pytest.raises(ValueError, match=r"one attack in all rounds .* got None and in round 1 SignFlip.*how='sequential'"):
+        fedsim.population(fedprox, {"rate": [0.1]}, 1, sampler=Later, rounds=2, how="devices", progress=False)

@@ -844,3 +844,16 @@ def test_a_sweep_without_a_server_has_the_runs_of_separate_commands(algorithm, o
     assert main(["run", *few, *single, "--folder", str(tmp_path / "r")]) == 0
     (folder,) = (path for path in (tmp_path / "s").glob("*rate=0.1*") if algorithm == "dpsgd" or "batch_size=20" in path.name)
     assert bits(folder) == bits(tmp_path / "r")
+
+
+def test_numbers_of_numpy_are_recorded_as_those_of_python(tmp_path, no_pictures):
+    config = RunConfig(model="digits_logistic", rounds=np.int64(1), clients=np.int64(2), client_momentum=np.float32(0.5))
+    settings = Settings(folder=str(tmp_path / "s"), progress=False, checkpoint_every=np.int64(1))
+    varied = {"client_learning_rate": np.logspace(-1, -1, 1), "epochs": [np.int64(1)]}
+    (member,) = sweeps.sweep(config, settings, varied).members
+    assert member.name == "client_learning_rate=0.1,epochs=1,seed=0"
+    stored = read_config(member.folder)
+    own = dataclasses.replace(config, client_learning_rate=0.1, epochs=1)
+    assert RunConfig.from_json(stored["config"]) == own and stored["config"]["clients"] == 2
+    assert stored["settings"]["checkpoint_every"] == 1
+    assert json.loads((tmp_path / "s" / "sweep.json").read_text())["varied"] == {"client_learning_rate": [0.1], "epochs": [1]}
