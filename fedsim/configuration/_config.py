@@ -42,7 +42,8 @@ def python_numbers(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {name: python_numbers(each) for name, each in value.items()}
-    return value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) and not np.ndim(value) else value
+    is_known = isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
+    return value.item() if is_known and not np.ndim(value) else value
 
 
 def _set_python_numbers(config: Any) -> None:
