@@ -120,7 +120,7 @@ def sync_files(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_dir():
             sync_folder(path)
-        else:
+        elif not path.name.startswith("."):  # Hidden files are the system's, and may vanish.
             sync_file(path)
     sync_folder(folder)
 

@@ -163,8 +163,9 @@ def write_arrays(path: Path, leaves: Mapping[str, Any]) -> None:
         sync_files(path)
         sync_folder(path.parent)
         # Hidden files are not orbax's, but the system's, and may vanish.
-        files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith((FILES, ".")))
-        names = sorted(file.relative_to(path).as_posix() for file in files)
+        found = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
+        own = [file for file in found if not any(part.startswith(".") for part in file.parts)]
+        names = sorted(file.as_posix() for file in own if not file.name.startswith(FILES))
         replace_text(path / FILES, json.dumps(_checksums(path, names)))
 
     distributed.in_all(save) if together else distributed.in_first(save)

@@ -16,7 +16,7 @@ from fedsim.data import Batch, FederatedData
 Update = Any
 
 
-def on_floats(update: Update, change: Callable[[jax.Array], jax.Array]) -> Update:
+def on_inexact(update: Update, change: Callable[[jax.Array], jax.Array]) -> Update:
     """Applies ``change`` to the floats and complex numbers of an update, but not to integers, as the number of a cluster."""
     return jax.tree.map(lambda leaf: change(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, update)
 

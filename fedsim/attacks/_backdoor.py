@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import checks, rng, tree
-from fedsim.attacks._attack import Attack, Update, check_column, on_floats
+from fedsim.attacks._attack import Attack, Update, check_column, on_inexact
 from fedsim.data import Batch, FederatedData
 
 
@@ -30,7 +30,7 @@ class PixelBackdoor(Attack):
       size: side length of the trigger in pixels. The trigger is a checkerboard of 0 and ``value``.
       value: value of the bright pixels: 255 for bytes, 1 for floats in [0, 1].
       fraction: the fraction of an attacker's examples that get the trigger, in (0, 1]. They are drawn anew in every step.
-      boost: the factor of the floats of an attacker's update, at least 1, which increases its effect on the aggregate.
+      boost: the factor of the floats and complex numbers of an attacker's update, at least 1.
       image: the feature that holds images ``[height, width]`` or ``[height, width, channels]``.
       label: the feature that holds the label.
 
@@ -118,4 +118,4 @@ class PixelBackdoor(Attack):
         return {name: mix(stamped[name], clean) for name, clean in batch.examples.items()}
 
     def corrupt(self, update: Update, key: jax.Array) -> Update:
-        return on_floats(update, lambda leaf: leaf * jnp.asarray(self.boost, leaf.dtype))
+        return on_inexact(update, lambda leaf: leaf * jnp.asarray(self.boost, leaf.dtype))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks
-from fedsim.attacks._attack import Attack, Update, on_floats
+from fedsim.attacks._attack import Attack, Update, on_inexact
 from fedsim.data import Batch, FederatedData
 
 
@@ -66,4 +66,4 @@ class ModelReplacement(Attack):
 
     def corrupt(self, update: Update, key: jax.Array) -> Update:
         factor = self.clients / self.server_learning_rate / self.attackers
-        return on_floats(self.inner.corrupt(update, key), lambda leaf: leaf * jnp.asarray(factor, leaf.dtype))
+        return on_inexact(self.inner.corrupt(update, key), lambda leaf: leaf * jnp.asarray(factor, leaf.dtype))

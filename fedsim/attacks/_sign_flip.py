@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks
-from fedsim.attacks._attack import Attack, Update, on_floats
+from fedsim.attacks._attack import Attack, Update, on_inexact
 
 
 @dataclasses.dataclass(frozen=True)
 class SignFlip(Attack):
-    """Attackers send -scale times their update. Leaves that are not floats do not change.
+    """Attackers send -scale times their update. Integers and booleans do not change.
 
     Attributes:
       scale: positive.
@@ -35,4 +35,4 @@ class SignFlip(Attack):
         checks.positive(scale=self.scale)
 
     def corrupt(self, update: Update, key: jax.Array) -> Update:
-        return on_floats(update, lambda leaf: leaf * jnp.asarray(-self.scale, leaf.dtype))
+        return on_inexact(update, lambda leaf: leaf * jnp.asarray(-self.scale, leaf.dtype))

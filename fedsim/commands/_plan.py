@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         algorithm = _on_tpu(algorithm, topology)
     # A cohort of Poisson sampling may have no clients. The later rounds of a sampler that values steer are not known.
     known = 1 if is_steered(sampler) else min(config.rounds, _MOST_COHORTS)
-    cohort = next((cohort for cohort in map(sampler.cohort, range(known)) if len(cohort)), sampler.cohort(0))
+    cohort = next(filter(len, map(sampler.cohort, range(known))), None) or sampler.cohort(0)
     plan = fedsim.plan(algorithm, cohort, measure=topology is None)
     print(plan)
     if plan.seconds is not None:

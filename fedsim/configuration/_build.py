@@ -243,7 +243,8 @@ def _as_delivered(experiment: Experiment, config: RunConfig, synchronization: sy
                 f"none, got {others[0]}={getattr(config, others[0])!r}: leave it out."
             )
         return experiment._replace(sampler=record.sampler(experiment.sampler, config.rounds))
-    if record.synchronization not in (None, name := type(synchronization).__name__):
+    name = type(synchronization).__name__
+    if record.synchronization is not None and record.synchronization != name:
         raise ValueError(
             f"Expected the synchronization model of the deployment, {record.synchronization}, with "
             f"deliveries={config.deliveries!r}, got {name}: give its --synchronization, or its folder by --from."

@@ -30,7 +30,8 @@ class Description:
         partitioner; None if a number is not known before loading.
       class_names: names of the labels 0, 1, ... in pictures; empty to show the labels.
       num_classes: labels ``y`` are in ``[0, num_classes)``; None if the task is not classification or the number is not known
-        before loading. `register` also takes a function of the options, which are given by name.
+        before loading. `register` also takes a function of the options, which are given by name; `describe` and `load` return
+        its result.
       default_model: a name in `fedsim.models`, or a callable that returns a model; None if there is no default. In a name that
         is given to `register`, and in ``task`` and ``features``, ``{OPTION}`` stands for the value of an option of the dataset,
         such as its vocabulary.
@@ -354,11 +355,14 @@ def _with_options(description: Description, options: Mapping[str, Any]) -> Descr
             text = text.replace(f"{{{option}}}", repr(value))
         return text
 
+    if callable(classes):  # The number is not known if an option that it needs must be given and is not.
+        is_known = all(value is not inspect.Parameter.empty for name, value in values.items() if name != "...")
+        classes = classes(**values) if is_known else None
     return dataclasses.replace(
         description,
         task=filled(description.task),
         features={name: filled(text) for name, text in description.features.items()},
-        num_classes=classes(**values) if callable(classes) else classes,
+        num_classes=classes,
         default_model=filled(model) if isinstance(model, str) else model,
     )
 

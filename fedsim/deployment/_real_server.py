@@ -75,8 +75,8 @@ class RealServer(Server):
         clients: Any = _Reachable(bytes_down, bytes_up, reachable)
         super().__init__(sampler, steps, clients, policy, ())
         self._outcomes, self._reachable, self._clock, self._once = outcomes, reachable, clock, once
-        # The time while the clock stands still, and at the start of the last look at what has come; and what `clock` says at
-        # time 0, while the clock runs.
+        # While the clock runs, `_began` is what `clock` said at time 0. While it stands still, `_began` is None, and `_stopped` is
+        # the time. `_looked` is the time at which the last look at what has come began.
         self._stopped, self._looked = 0.0, -math.inf
         self._began: float | None = None
         self._known = reachable()
@@ -135,11 +135,18 @@ class RealServer(Server):
                 self._over(number, arrived)
             known, self._known = self._known, self._reachable()
             if np.any(self._known & ~known):
-                self._push(self.time, "wake", None)
+                self._push(self._found, "wake", None)
             comes = self._events or self.in_flight or self._given_up or (self.waiting and not self._known.all())
             if not comes:
                 break
-        self._stopped, self._began = self.time, None
+        # What the server does next begins at the time of the event, and not when the server has seen it.
+        self._stopped = self.next_time if self._events else self.time
+        self._looked, self._began = min(self._looked, self._stopped), None
+
+    @property
+    def _found(self) -> float:
+        """The time of what a look finds: that of the next event, if it is over, and otherwise now."""
+        return min(self.time, self.next_time) if self._events else self.time
 
     def _is_due(self) -> bool:
         """Returns whether the next event has happened; for a deadline or a timeout, whether all is known that came before."""
@@ -155,7 +162,7 @@ class RealServer(Server):
             return
         self._events = [event for event in self._events if event[-2:] != ("timeout", number)]
         heapq.heapify(self._events)
-        now = max(self.now, min(self.time, self.next_time) if self._events else self.time)
+        now = max(self.now, self._found)
         own = table[number]
         table[number] = own._replace(
             stop=now, free=now, arrives=arrived, steps=own.steps * arrived, uploads=int(arrived), lost=int(not arrived)

@@ -134,7 +134,8 @@ def evaluate_personalized(
     sizes = train.sizes if rows is None else rows[:, 1] - rows[:, 0]
     if fine_tune is not None:
         check_population(fine_tune, train)
-        fine_tune.check_padding(sizes)
+        if rows is not None:  # Otherwise, these sizes have been checked.
+            fine_tune.check_padding(sizes)
     if recalibrate:
         check_recalibration(algorithm.model)
         algorithm.model.check_padding(batches_of_pass(work.batches), sizes)

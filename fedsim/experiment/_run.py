@@ -135,9 +135,10 @@ class Run(Rounds):
                 )
         if validation_data is not None and any(rule.metric for rule in self._rules.values()):
             check_metrics(self._rules.values(), ranking_metrics(algorithm, like, validation_data))
-        # A CPU cannot run two programs with collectives at a time, and these may run some.
-        self._evaluation_waits = evaluate is not None or hasattr(algorithm, "evaluate") or is_personal(algorithm)
-        self._callbacks_wait = bool(callbacks) and jax.default_backend() == "cpu"
+        # A CPU cannot run two programs with collectives at a time, and the code of users and personal evaluations may run some.
+        is_cpu = jax.default_backend() == "cpu"
+        self._evaluation_waits = is_cpu and (evaluate is not None or hasattr(algorithm, "evaluate") or is_personal(algorithm))
+        self._callbacks_wait = is_cpu and bool(callbacks)
         boundaries = [rounds, *([evaluate_every] if self._compute_scores or self._validate or self._can_stop else [])]
         lengths = DispatchLength(fixed_length, [*boundaries, *([checkpoint_every] if checkpoint_every else [])])
         super().__init__(algorithm, sampler, first=first, rounds=rounds, lengths=lengths)
@@ -360,10 +361,11 @@ def newest_state(algorithm: Algorithm, first: Cohort, checkpoints: Checkpoints |
 
 
 class Stopwatch:
-    """Measures how long the rounds of each dispatch run, from when they are sent, or those before them end, until they end.
+    """Measures the wall time of dispatches.
 
-    Rounds end beside an evaluation or a checkpoint, so a thread waits for them: what the host does meanwhile is not counted,
-    nor what it does before the next rounds are sent.
+    That of a dispatch begins when it is sent, or when the dispatch before it ends if that is later, and it ends with its last
+    round. Rounds may end while the host evaluates or writes a checkpoint, so a thread notes when. What the host does while no
+    rounds run is not counted.
 
     >>> watch = Stopwatch()
     >>> watch.start()
@@ -375,7 +377,8 @@ class Stopwatch:
     def __init__(self) -> None:
         self._start = self._end = time.perf_counter()
         self._running: deque[tuple[float, threading.Thread, list[float]]] = deque()
-        self._compiled: tuple[int, float] | None = None
+        self._compiled: int | None = None
+        self._seconds = 0.0
 
     def start(self) -> None:
         """Begins to measure a dispatch, before it is sent."""
@@ -390,9 +393,9 @@ class Stopwatch:
                 jax.block_until_ready(infos)
             ends.append(time.perf_counter())
 
-        waiting = threading.Thread(target=wait)
+        waiting = threading.Thread(target=wait)  # Not a daemon: Python must not end while it is inside of JAX.
         waiting.start()
-        if jax.process_count() > 1:  # All wait for these rounds, too; see `Rounds.wait_for_others`.
+        if jax.process_count() > 1:  # Nothing runs beside rounds that processes share, see `Rounds.wait_for_others`.
             waiting.join()
         self._running.append((self._start, waiting, ends))
 
@@ -400,15 +403,17 @@ class Stopwatch:
         """Returns the seconds of the oldest dispatch that was followed, after it has ended. Its last round is ``stop``."""
         start, waiting, ends = self._running.popleft()
         waiting.join()
-        seconds, self._end = ends[0] - max(start, self._end), ends[0]
-        self._compiled = self._compiled or (stop, self._end)
+        end = max(ends[0], self._end)  # Of two threads, the later one may have noted its time first.
+        seconds, self._end = end - max(start, self._end), end
+        if self._compiled is None:
+            self._compiled = stop
+        else:
+            self._seconds += seconds
         return seconds
 
     def rate(self, stop: int) -> float | None:
         """Returns the rounds per second up to round ``stop``; None if there was one dispatch.
 
-        The first dispatch, which includes compilation, and the time after the last one are not counted.
+        The first dispatch, which includes compilation, is not counted, and neither are evaluations and checkpoints.
         """
-        if self._compiled is None or stop <= self._compiled[0]:
-            return None
-        return (stop - self._compiled[0]) / (self._end - self._compiled[1])
+        return (stop - self._compiled) / self._seconds if self._compiled is not None and self._seconds else None

@@ -51,8 +51,7 @@ def temporal(timestamps: Any, *, clients: int, equal: Literal["examples", "time"
     if equal == "examples":
         return cut(order, even_sizes(len(times), clients))
     if times.dtype.kind in "iuM":
-        whole = times.astype(np.int64) if times.dtype.kind == "M" else times
-        times = whole.astype(np.uint64)  # Modulo 2**64, no difference from the first overflows.
+        times = times.astype(np.int64).astype(np.uint64)  # Modulo 2**64, no difference from the first overflows.
     elif times.dtype.kind == "f":
         times = times.astype(np.float64)
     since = (times - times[order[:1]]).astype(np.float64)

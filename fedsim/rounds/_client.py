@@ -85,7 +85,7 @@ class ClientPlan(NamedTuple):
     streams: tuple[jax.Array, jax.Array]
 
     def keeps(self, weight: jax.Array) -> jax.Array:
-        """Returns whether the client keeps what its work returned: its update has this weight, and the sum is revealed."""
+        """Returns whether the client keeps what its work returned: only if its weight is not 0, and the sum is revealed."""
         counts = weight != 0
         return counts if isinstance(self.revealed, tuple) else counts & self.revealed
 

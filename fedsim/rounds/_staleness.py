@@ -158,7 +158,8 @@ def check_scales(algorithm: Any, weights: np.ndarray, scales: np.ndarray) -> Non
     ValueError: The updates of Histogram cannot have scales other than 1, ...
     """
     aggregator = algorithm.aggregator.innermost
-    mixes = algorithm.staleness is not None and algorithm.staleness.mixing  # which adds to messages
+    # Mixing adds a difference of models to each message.
+    mixes = algorithm.staleness is not None and algorithm.staleness.mixing
     are_scaled = np.any(scales != 1) or (np.any(weights != 1) and aggregator.adds_weights)
     if are_scaled or (mixes and not aggregator.is_scalable):
         check_scalable(algorithm)
@@ -187,9 +188,9 @@ def check_scalable(algorithm: Any) -> None:
     if not aggregator.is_scalable:
         factors = "scales or weights" if aggregator.adds_weights else "scales"
         raise ValueError(
-            f"Messages for {type(aggregator).__name__} must not be multiplied by {factors}, because half of a message does not "
-            "count as half of an update there. Use Synchronous(), another aggregator, weights without staleness "
-            f"(Buffered(staleness_weight='constant')){weights}."
+            f"Messages for {type(aggregator).__name__} must not be multiplied by {factors}, or mixed into the model, because "
+            "half of a message does not count as half of an update there. Use Synchronous(), another aggregator, weights "
+            f"without staleness (Buffered(staleness_weight='constant')){weights}."
         )
     if not is_scalable(algorithm):
         name = type(algorithm).__name__

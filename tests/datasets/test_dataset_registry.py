@@ -117,6 +117,15 @@ def test_a_description_is_that_of_the_options(name, classes, shape):
     assert not any("{" in text for text in (about.task, about.default_model, *about.features.values()))
 
 
+def test_the_number_of_classes_is_not_known_without_an_option_that_must_be_given():
+    def loader(data, cache, *, vocabulary, other=2):
+        raise NotImplementedError
+
+    datasets.register("needs_a_vocabulary", num_classes=lambda *, vocabulary, other: vocabulary + other)(loader)
+    assert datasets.describe("needs_a_vocabulary").num_classes is None
+    assert datasets.describe("needs_a_vocabulary(vocabulary=5)").num_classes == 7
+
+
 def sized(data, cache, *, size=3, kind="plain", share=0.5, three=False):
     train = FederatedData.from_arrays({"x": np.zeros((size, 2), np.uint8)}, sizes=[size])
     return {"train": train, "test": train} | ({"held_out": train} if three else {})

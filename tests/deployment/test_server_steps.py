@@ -390,6 +390,7 @@ def test_what_has_come_before_a_deadline_is_in_time_although_the_server_sees_it_
         server.next_event(model)
     (taken,) = server.taken
     assert (len(taken.updates.client), int(taken.steps.late[0]), float(taken.steps.time[0])) == (2, 0, 10.0)
+    assert server.time == server.now  # The next deadlines begin now.
 
 
 def test_what_synchronization_models_cannot_deploy_is_refused(tmp_path):
