@@ -28,8 +28,12 @@ class PlacedClients(Placed):
         super().__init__(stacked, placement)
         self.columns, self.batches, self.most_examples = columns, batches, most
 
-    def of_client(self, own: ClientPlan) -> Client:
-        return client_of(own, self.batches, self.columns, batch_loop(self.most_examples))
+    @property
+    def of_all(self) -> Mapping[str, Any]:
+        return self.columns
+
+    def of_client(self, own: ClientPlan, of_all: Mapping[str, Any]) -> Client:
+        return client_of(own, self.batches, of_all, batch_loop(self.most_examples))
 
 
 jax.tree_util.register_pytree_node(

@@ -37,8 +37,13 @@ sends it to the clients, and a reduction such as mean brings theirs to the serve
     def __init__(self, stacked: Any, placement: Placement) -> None:
         self.stacked, self.placement = stacked, placement
 
-    def of_client(self, own: Any) -> Any:
-        """Returns what a function that is mapped over this value gets, from one client's slices of ``stacked``."""
+    @property
+    def of_all(self) -> Any:
+        """A pytree of arrays that every client gets as a whole."""
+        return ()
+
+    def of_client(self, own: Any, of_all: Any) -> Any:
+        """Returns what a function that is mapped over this value gets, from one client's slices of ``stacked``, and `of_all`."""
         return own
 
     def __repr__(self) -> str:
@@ -157,15 +162,19 @@ def map(function: Callable[..., Any], *values: Placed, side_by_side: bool | None
     leaves, structure = jax.tree.flatten([value.stacked for value in values])
     out_structure = None
 
-    def work(*slices: Any) -> list[Any]:
+    whole, whole_structure = jax.tree.flatten([value.of_all for value in values])
+
+    def work(*arrays: Any) -> list[Any]:
         nonlocal out_structure
-        own = jax.tree.unflatten(structure, slices)
-        done = function(*[value.of_client(x) for value, x in zip(values, own, strict=True)])
+        of_all = jax.tree.unflatten(whole_structure, arrays[: len(whole)])
+        own = jax.tree.unflatten(structure, arrays[len(whole) :])
+        done = function(*[value.of_client(*parts) for value, *parts in zip(values, own, of_all, strict=True)])
         out, out_structure = jax.tree.flatten(done)
         return [jnp.asarray(x) for x in out]
 
-    here = placement.in_context()
-    done = bind_map(work, [jnp.asarray(x) for x in leaves], here, options=MapOptions(side_by_side))
+    here, args = placement.in_context(), [jnp.asarray(x) for x in (*whole, *leaves)]
+    shared = [True] * len(whole) + [False] * len(leaves)
+    done = bind_map(work, args, here, shared, options=MapOptions(side_by_side))
     return Placed(jax.tree.unflatten(out_structure, [here.shown(x) for x in done]), placement)
 
 

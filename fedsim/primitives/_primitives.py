@@ -40,6 +40,9 @@ _EXPENSIVE = {"dot_general", "conv_general_dilated", "while", "scan", "bounded_l
 # A plain sum of so many float32 terms, one after another, can be wrong in the fourth digit.
 _MANY_TERMS = 1000
 
+# How JAX says that an array that a function closes over has a type of another mesh than the function's.
+_OTHER_MESH = ("aval mesh", "mesh of sharding")
+
 
 def _primitive(name: str, run: Callable[..., Any], avals: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
     """Returns a JAX primitive that is computed by ``run``, a function of arrays and of the primitive's static parameters."""
@@ -252,10 +255,10 @@ def bind_map(
         with placement.of_client():
             jaxpr, consts = closed(function, one)
     except ValueError as error:
-        if placement.is_explicit and "should match the aval mesh" in str(error):
+        if placement.mesh is not None and any(f"should match the {words}" in str(error) for words in _OTHER_MESH):
             raise ValueError(
-                f"Expected the function of the {placement.name} to get all arrays as arguments, because the axes of the mesh "
-                "are explicit, got one that it closes over: broadcast this and pass it to map."
+                f"Expected the function of the {placement.name} to get all arrays that lie on a mesh as arguments, got one "
+                "that it closes over: broadcast this and pass it to map."
             ) from error
         raise
     return map_p.bind(

@@ -94,8 +94,7 @@ class Trace:
             out, out_structure = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
             return [jnp.asarray(x) for x in out]
 
-        avals = [jax.typeof(x) if hasattr(x, "dtype") else jax.typeof(jnp.asarray(x)) for x in leaves]
-        traced = jax.make_jaxpr(flat)(*avals)
+        traced = jax.make_jaxpr(flat)(*map(_type_of, leaves))
         self._out_structure: Any = out_structure
         self.inputs = [Value(aval) for aval in traced.in_avals]
         self._consts: dict[Value, Any] = {}
@@ -152,6 +151,18 @@ class Trace:
 def marked(values: Sequence[Any], marks: Sequence[bool]) -> list[Value]:
     """Returns the values, without literals, whose mark is True."""
     return [x for x, mark in zip(values, marks, strict=True) if mark and isinstance(x, Value)]
+
+
+def _type_of(x: Any) -> Any:
+    """Returns the type of an argument, without a mesh whose axes are all automatic.
+
+    Such a mesh does not say how the array is divided, and a function of clients, where an axis is manual, could not index it.
+    """
+    kind = jax.typeof(x if hasattr(x, "dtype") else jnp.asarray(x))
+    mesh = kind.sharding.mesh
+    if mesh.explicit_axes or mesh.manual_axes:
+        return kind
+    return jax.core.ShapedArray(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def _grouped(operations: Sequence[Operation], known: set[Value]) -> list[tuple[str, list[Operation]]]:

@@ -397,6 +397,22 @@ def test_explicit_axes_need_arguments_and_do_not_allow_calls_of_single_clients()
             fed.stages(lambda x: fed.sum(fed.map(jnp.sin, x)), placed).run(placed)
 
 
+def test_what_lies_on_a_mesh_is_indexed_by_clients_that_get_it_as_an_argument():
+    clients = fed.Placement("clients", 4, tuple(jax.devices()[:2]))
+    rows = fed.place(jnp.arange(4), clients)
+    table = jax.device_put(jnp.arange(12.0).reshape(4, 3), jax.NamedSharding(clients.mesh, jax.P()))
+
+    def total(row, table):
+        return jnp.sum(table[jnp.stack([row, row])])
+
+    expected = [6.0, 24.0, 42.0, 60.0]
+    assert fed.map(total, rows, fed.broadcast(table, clients)).stacked.tolist() == expected
+    of_program = fed.program(lambda table: fed.map(lambda row: total(row, table), rows))
+    assert of_program(table).stacked.tolist() == expected  # as of `table` before, which the function closes over
+    with pytest.raises(ValueError, match="all arrays that lie on a mesh as arguments, got one that it closes over: broadcast"):
+        fed.map(lambda row: total(row, table), rows)
+
+
 def test_errors_of_calls_and_of_functions():
     clients = fed.Placement("clients", 1)
     one = fed.place(jnp.ones(1), clients)

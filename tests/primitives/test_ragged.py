@@ -32,11 +32,21 @@ def round_of(rate, params, clients):
     return fed.weighted_mean(models, sizes)
 
 
-def test_fedavg_in_ten_lines_is_fedavg():
+@pytest.mark.parametrize("devices", [1, 2])
+def test_fedavg_in_ten_lines_is_fedavg(devices):
+    """Also in a second round, whose parameters are on all devices."""
     algorithm = fedsim.algorithms.FedAvg(model=MODEL, client_optimizer=optax.sgd(0.1), batches=BATCHES, execution=fedsim.Jit())
-    state, cohort = algorithm.init(jax.random.key(0)), federation.cohort(round=3)
-    params = jax.jit(round_of)(0.1, state.params, fedsim.place_clients(cohort, BATCHES))
-    federation.assert_trees_close(params, algorithm.apply(state, cohort)[0].params)
+    data = federation.data()
+    cohorts = [fedsim.Cohort.of(data, data.client_ids[:4], round=round) for round in (3, 4)]
+    state = algorithm.init(jax.random.key(0))
+    params = {"jit": state.params, "program": state.params}
+    ways = {"jit": jax.jit(round_of), "program": fed.program(round_of)}
+    for cohort in cohorts:
+        clients = fedsim.place_clients(cohort, BATCHES, devices=jax.devices()[:devices] if devices > 1 else None)
+        params = {way: run(0.1, params[way], clients) for way, run in ways.items()}
+        state, _ = algorithm.apply(state, cohort)
+    for way in ways:
+        federation.assert_trees_close(params[way], state.params)
 
 
 def test_hypergradient_through_ragged_clients():
