@@ -75,8 +75,8 @@ class RealServer(Server):
         clients: Any = _Reachable(bytes_down, bytes_up, reachable)
         super().__init__(sampler, steps, clients, policy, ())
         self._outcomes, self._reachable, self._clock, self._once = outcomes, reachable, clock, once
-        # While the clock runs, `_began` is what `clock` said at time 0. While it stands still, `_began` is None, and the time is
-        # `_stopped`. `_looked` is the time at which the last look at what has come began.
+        # While the clock runs, `_began` is what `clock` said at time 0. While it stands still, `_began` is None, and `_stopped`
+        # is the time. `_looked` is the time at which the last look at what has come began.
         self._stopped, self._looked = 0.0, -math.inf
         self._began: float | None = None
         self._known = reachable()

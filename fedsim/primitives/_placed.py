@@ -43,7 +43,7 @@ sends it to the clients, and a reduction such as mean brings theirs to the serve
         return ()
 
     def of_client(self, own: Any, of_all: Any) -> Any:
-        """Returns what a function that is mapped over this value gets, from one client's slices of ``stacked``, and `of_all`."""
+        """Returns what a function that is mapped over this value gets, from a client's slices of ``stacked`` and `of_all`."""
         return own
 
     def __repr__(self) -> str:
