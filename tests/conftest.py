@@ -23,10 +23,10 @@ gc.set_threshold(200_000, 50, 1000)
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Makes the cases of a test slow that its marker ``first(count)`` leaves out."""
+    """Makes the cases of a test slow that its marker ``first(count)`` leaves out, which counts those that are not slow already."""
     seen = collections.Counter[str]()
     for item in items:
-        if marker := item.get_closest_marker("first"):
+        if (marker := item.get_closest_marker("first")) and not item.get_closest_marker("slow"):
             test = item.nodeid.partition("[")[0]
             seen[test] += 1
             if seen[test] > marker.args[0]:

@@ -101,8 +101,8 @@ def tune(
     warning says so, and the next run takes half of the step.
 
     Args:
-      make_algorithm: takes the numbers by name and returns the algorithm. The numbers are JAX tracers, which optax and fedsim
-        accept in the place of floats.
+      make_algorithm: takes the numbers by name and returns the algorithm. It is called once with those of ``start``, to check
+        the sampler, and then with JAX tracers, which optax and fedsim accept in the place of floats.
       start: the numbers of the first run.
       sampler: the cohorts of rounds 0, 1, 2, …
       rounds: number of rounds of a run.

@@ -365,9 +365,8 @@ class Trusting(fedsim.algorithms.FedAvg):
 EXECUTIONS = {"jit, 3 lanes": fedsim.Jit(lanes=3), "pmap, 2 devices": fedsim.Pmap(devices=2), "debug": fedsim.Debug()}
 
 
-@pytest.mark.first(1)
-@pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.slow
+@pytest.mark.parametrize("how", EXECUTIONS)
 def test_fltrust_against_numpy_in_a_round(how):
     population = federation.data()
     root = {name: column[:5] for name, column in population.columns.items()}
