@@ -23,7 +23,7 @@ gc.set_threshold(200_000, 50, 1000)
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Makes the cases of a test slow that its marker ``first(count)`` leaves out, which counts those that are not slow already."""
+    """Makes the cases of a test slow that its marker ``first(count)`` leaves out; it counts those that are not slow already."""
     seen = collections.Counter[str]()
     for item in items:
         if (marker := item.get_closest_marker("first")) and not item.get_closest_marker("slow"):

@@ -71,7 +71,7 @@ def by_hand(whole, client):
     [
         ("average", fedsim.Jit()),
         ("client", fedsim.Pmap(devices=2, lanes=2)),
-        pytest.param("average", fedsim.Debug(), marks=pytest.mark.slow),
+        ("average", fedsim.Debug()),
     ],
 )
 def test_each_client_has_the_statistics_of_its_examples(statistics, execution):

@@ -164,9 +164,7 @@ def test_messages_have_the_sizes_of_closed_forms():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cls", [vertical.FedBCD, *(pytest.param(cls, marks=pytest.mark.slow) for cls in (vertical.SplitLearning, vertical.CVFL))]
-)
+@pytest.mark.parametrize("cls", [vertical.FedBCD, vertical.SplitLearning, vertical.CVFL])
 def test_a_missing_party_sends_nothing_and_does_not_step_and_the_others_do_as_if_its_embedding_were_zero(cls):
     data = people()
     model = network(data)
