@@ -107,7 +107,7 @@ def test_only_what_is_needed_is_loaded(code, needed):
     others = loaded_by("import jax, haiku, optax")
     loaded = loaded_by(code) - others
     assert "fedsim.execution" in loaded and HEAVY & loaded == needed - others
-    assert not any(name.startswith("fedsim.experiment.reproductions") for name in loaded)
+    assert not any(name.startswith("fedsim.reproductions") for name in loaded)
 
 
 def names_for_type_checkers() -> set[str]:
