@@ -34,8 +34,8 @@ class WeightTransfer(fedsim.Algorithm):
 
     def apply(self, state, cohort):
         params, losses = state.params, []
-        for _client_id, dataset, key in cohort:
-            for batch in dataset.batches(self.batches, key):
+        for (_client_id, dataset, key), steps in zip(cohort, cohort.num_steps(self.batches), strict=True):
+            for batch in dataset.batches(self.batches, key, steps):
                 params, loss = self.step(params, batch)
                 losses.append(loss)
         return State(params), {"loss": jnp.stack(losses).mean()}

@@ -356,12 +356,21 @@ class Algorithm:
 
         Returns:
           The state after the last round, and the infos, stacked along a new first axis ``[rounds]``.
+
+        Raises:
+          ValueError: there is no cohort, or the algorithm refuses one; see `check`. Or the algorithm overrides `apply`, and a
+            cohort has an attack, which `apply` would not run.
         """
         checks.whole(1, or_none=True, max_rounds=max_rounds)
         cohorts = list(cohorts)
         if not cohorts:
             raise ValueError("Expected at least one cohort, got none.")
         if type(self).apply is not Algorithm.apply:
+            if attacks := [cohort.attack for cohort in cohorts if cohort.attack is not None]:
+                raise ValueError(
+                    f"Expected cohorts without an attack, because {type(self).__name__} overrides apply and runs the clients "
+                    f"itself, got {attacks[0]}: give a sampler without Attacked (no --attack)."
+                )
             infos = []
             for cohort in cohorts:
                 state, info = self.apply(state, cohort)

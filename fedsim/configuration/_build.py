@@ -236,6 +236,12 @@ def _as_delivered(experiment: Experiment, config: RunConfig, synchronization: sy
         )
     assert config.deliveries is not None
     record = systems.Deliveries.read(pinned_path(config.deliveries))
+    if record.is_of_own_data:
+        raise ValueError(
+            f"Expected the record of a deployment whose nodes had shares of the dataset, got deliveries={config.deliveries!r}, "
+            "of nodes with data of their own (--node-data): repeat it in Python, by Deliveries.read(...).sampler(...) or "
+            ".schedule(...) and a sampler of the population of all nodes."
+        )
     if not record.has_server_steps:
         if others := [name for name in config.clock_options if name != "deliveries"]:
             raise ValueError(

@@ -129,7 +129,7 @@ class _Steps:
         self._nodes, self._folder = execution.nodes, execution.folder
         self.version = cohort.round
         self._rounds: dict[int, DividedRound] = {}
-        self._record = Record(self._folder, self.version, type(execution.synchronization).__name__)
+        self._record = Record(self._folder, self.version, type(execution.synchronization).__name__, self._nodes.first)
         self._node_of = np.zeros(self._data.num_clients, np.int64)
         for node, clients in enumerate(self._nodes.slots_of(np.arange(self._data.num_clients))):
             self._node_of[clients] = node

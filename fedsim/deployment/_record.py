@@ -51,7 +51,7 @@ class Deliveries(_Lines):
         line = {
             "round": self._round,
             "nodes": nodes.count,
-            **({} if nodes.first is None else {"first": list(nodes.first)}),
+            **_first(nodes.first),
             "answered": sorted(answers),
             "lost": {str(number): reason for number, reason in lost.items()},
             "seconds": round(seconds, 3),
@@ -63,6 +63,11 @@ class Deliveries(_Lines):
         self._replace()
 
 
+def _first(first: Sequence[int] | None) -> dict[str, list[int]]:
+    """Returns what a line says of nodes with clients of their own."""
+    return {} if first is None else {"first": list(first)}
+
+
 class Record(_Lines):
     """The record of server steps: which updates they have aggregated.
 
@@ -70,14 +75,16 @@ class Record(_Lines):
       folder: of the run.
       rounds: the number of server steps before this process.
       synchronization: the class of the synchronization model, of which it depends how a server step uses the updates.
+      first: see `Nodes`.
 
     Attributes:
       bytes_down, bytes_up: of the messages since the last line.
     """
 
-    def __init__(self, folder: Path, rounds: int, synchronization: str) -> None:
+    def __init__(self, folder: Path, rounds: int, synchronization: str, first: Sequence[int] | None) -> None:
         super().__init__(folder, rounds)
         self._synchronization = synchronization
+        self._first = _first(first)
         self._replace()
         self.bytes_down = self.bytes_up = 0
         # For each client, the server steps that have counted an update of it, from 1, with the number of its dispatch.
@@ -118,6 +125,7 @@ class Record(_Lines):
         line = {
             "round": self._round,
             "synchronization": self._synchronization,
+            **self._first,
             "updates": updates | {"counts": list(counts)},
             "steps": {name: column.tolist()[0] for name, column in taken.steps._asdict().items()},
             "lost": list(lost),

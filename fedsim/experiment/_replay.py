@@ -271,6 +271,12 @@ def _answered(folder: Path, sampler: Sampler) -> Sampler:
     if not path.exists():
         return sampler
     record = Deliveries.read(path)
+    if record.is_of_own_data:
+        raise ValueError(
+            f"The nodes of the run in {folder} had data of their own (--node-data), which its configuration does not have, so "
+            "its rounds cannot be repeated from the folder alone: repeat the run in Python, by "
+            "fedsim.systems.Deliveries.read(...).sampler(...) and a sampler of the population of all nodes."
+        )
     if record.has_server_steps:
         raise ValueError(
             f"The updates of the run in {folder} arrived when a network delivered them: repeat the run from its record, fedsim "

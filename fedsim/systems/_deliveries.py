@@ -79,6 +79,11 @@ class Deliveries:
         """The class of the synchronization model; None if whole rounds were deployed, or the record is an older one."""
         return self.lines[0].get("synchronization")
 
+    @property
+    def is_of_own_data(self) -> bool:
+        """Whether the nodes had clients of their own, and not those of a dataset that a configuration names."""
+        return "first" in self.lines[0]
+
     def schedule(self, rounds: int) -> Schedule:
         """Returns the schedule of the first server steps.
 

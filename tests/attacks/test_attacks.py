@@ -529,6 +529,23 @@ def test_an_attack_without_attackers_raises_an_error(changes, message):
         dataclasses.replace(federation.cohort(POPULATION), **changes)
 
 
+def test_an_algorithm_that_runs_its_clients_itself_refuses_attacks():
+    @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+    class Loop(fedsim.Algorithm):
+        def init(self, key):
+            return jnp.zeros(())
+
+        def apply(self, state, cohort):
+            return state + len(cohort), {}
+
+    own = Loop(batches=fedsim.Batches(size=4))
+    cohorts = [federation.cohort(POPULATION, round=r) for r in range(2)]
+    assert own.apply_rounds(own.init(None), cohorts)[0] == 2 * len(cohorts[0])
+    cohorts[1] = dataclasses.replace(cohorts[1], attack=attacks.SignFlip(), attackers=ATTACKERS)
+    with pytest.raises(ValueError, match="Loop overrides apply and runs the clients itself, got SignFlip.*without Attacked"):
+        own.apply_rounds(own.init(None), cohorts)
+
+
 @pytest.mark.first(2)
 @pytest.mark.parametrize("kind", [fedsim.algorithms.SCAFFOLD, fedsim.algorithms.FedDyn])
 @pytest.mark.parametrize("attack", [attacks.SignFlip(scale=4.0), attacks.InnerProduct(epsilon=4.0)], ids=str)

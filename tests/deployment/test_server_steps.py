@@ -227,6 +227,14 @@ def test_a_record_of_whole_rounds_is_repeated_without_a_model(option, tmp_path):
         build(config, Settings())
 
 
+@pytest.mark.parametrize("line", [{"nodes": 2, "answered": [0, 1]}, {"updates": {}, "synchronization": "Synchronous"}])
+def test_a_record_of_nodes_with_data_of_their_own_is_not_repeated_with_the_dataset(line, tmp_path):
+    (tmp_path / "deliveries.jsonl").write_text(json.dumps({"round": 1, "first": [0, 5], **line}) + "\n")
+    config = RunConfig(dataset="digits(clients=12)", rounds=1, deliveries=f"{tmp_path / 'deliveries.jsonl'}")
+    with pytest.raises(ValueError, match=r"got deliveries=.*, of nodes with data of their own \(--node-data\): repeat it in"):
+        build(config, Settings())
+
+
 class _LosesOne(Nodes):
     """Four nodes with a client each, in this process: one client answers last, and its updates are lost."""
 
