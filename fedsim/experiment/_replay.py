@@ -171,6 +171,7 @@ class RunRound:
         checks.whole(1, rounds, round=round, remedy="rounds count from 1, as in metrics.jsonl")
         if (algorithm is None) != (sampler is None):
             raise ValueError("Expected algorithm and sampler, or neither, got one of them: give both.")
+        by_configuration = algorithm is None
         if algorithm is None or sampler is None:
             if "hyperparameters" not in stored["config"]:
                 raise ValueError(f"The run in {folder} was started in Python: pass its algorithm and its sampler.")
@@ -181,7 +182,7 @@ class RunRound:
         if type(algorithm).apply is not Algorithm.apply:
             raise ValueError(f"{type(algorithm).__name__} overrides apply, so its clients cannot be run alone.")
         if (Path(folder) / DEPLOYMENT).exists():
-            sampler = _answered(Path(folder), sampler)
+            sampler = _answered(Path(folder), sampler, by_configuration)
         first = checked_cohort(sampler, 0)
         sampler = observed(sampler, read_metrics(RunFolder(Path(folder)).metrics)) if is_steered(sampler) else sampler
         with only_errors():
@@ -265,13 +266,19 @@ class RunRound:
         return state
 
 
-def _answered(folder: Path, sampler: Sampler) -> Sampler:
-    """Returns the sampler of a deployed run, in which clients of nodes that have not answered take no step."""
+def _answered(folder: Path, sampler: Sampler, by_configuration: bool) -> Sampler:
+    """Returns the sampler of a deployed run, in which clients of nodes that have not answered take no step.
+
+    Args:
+      folder: of the run.
+      sampler: chooses the clients.
+      by_configuration: whether its population is the dataset that the configuration names.
+    """
     path = folder / "deliveries.jsonl"
     if not path.exists():
         return sampler
     record = Deliveries.read(path)
-    if record.is_of_own_data:
+    if record.is_of_own_data and by_configuration:
         raise ValueError(
             f"The nodes of the run in {folder} had data of their own (--node-data), which its configuration does not have, so "
             "its rounds cannot be repeated from the folder alone: repeat the run in Python, by "
