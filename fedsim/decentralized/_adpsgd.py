@@ -21,7 +21,7 @@ from fedsim.data import Batches, Cohort, FederatedData
 from fedsim.decentralized._algorithm import WITHOUT_MIXING_WEIGHTS, DecentralizedAlgorithm, NodesState, consensus_distance
 from fedsim.model import Params
 from fedsim.rounds import Clients
-from fedsim.systems import Devices
+from fedsim.systems import Constant, Devices
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,7 +101,8 @@ class ADPSGD(DecentralizedAlgorithm):
 
         models, memory = jax.lax.fori_loop(0, clients.num_clients, finish, (state.models, state.memory))
         size = tree.num_bits(state.models) / self.topology.nodes
-        return NodesState(models, memory, state.round + 1, trained.personal, trained.statistics), {
+        new = NodesState(models, memory, state.round + 1, trained.personal, trained.statistics, trained.training)
+        return new, {
             **trained.info,
             "consensus_distance": consensus_distance(models),
             "bits_up": 2 * size * clients.num_clients.astype(jnp.float32),
@@ -155,6 +156,11 @@ class FinishingNodes:
             raise ValueError(
                 f"Expected devices whose steps take time, got seconds_per_step=0 of node {int(instant.argmax())}: it would "
                 "finish before any other node in every round; give a number above 0."
+            )
+        if self.devices.variation == Constant(0.0):
+            raise ValueError(
+                "Expected devices whose steps take time, got variation=0, by which their time is multiplied: one node would finish "
+                "before any other in every round; leave it out for no variation."
             )
         self._cohorts: list[tuple[list[int], float]] = []
         self._events = self._finish()

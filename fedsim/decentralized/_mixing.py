@@ -77,7 +77,7 @@ def edge_weights(graph: nx.Graph) -> Matrix:
     >>> edge_weights(graph).toarray().tolist()
     [[0.75, 0.25], [0.25, 0.75]]
     """
-    if not nx.get_edge_attributes(graph, "weight"):
+    if graph.number_of_edges() and not nx.get_edge_attributes(graph, "weight"):
         raise ValueError("The edges have no weight: set them, or use 'metropolis'.")
     return _with_rest(_adjacency(graph, weight="weight"))
 

@@ -62,10 +62,11 @@ class CVFL(VerticalAlgorithm):
             known[holder], sizes[holder] = self.send(known[holder], batch.key, f"down from {holder}")
         top, top_bits = self.send(params[holder]["top"], batch.key, "top model")
         received: dict[str, Any] = {holder: Snapshot(up.values, {})}
-        bits = {}
+        bits, most = {}, tree.most_bits(tree.num_bits((known, top)), compressed=True)
         for party in self.model.passive:  # Embeddings are passed on as they were encoded, so they have the same sizes.
             received[party] = Snapshot(known, top)
-            bits[party] = tree.add_bits(top_bits, *(size for other, size in sizes.items() if other != party))
+            others = (size for other, size in sizes.items() if other != party)
+            bits[party] = tree.add_bits(top_bits, *others, most=most)
         return Messages(received, bits)
 
     def local_gradient(self, party: str, own: Params, received: Snapshot, batch: VerticalBatch) -> Params:

@@ -549,3 +549,30 @@ def test_running_statistics_are_mixed_with_the_models(name):
         np.testing.assert_allclose(state.statistics.statistics["norm"]["mean"], expected, atol=1e-6)
         messages = np.count_nonzero(matrix.toarray() - np.diag(matrix.diagonal()))
         assert float(mixed_info["bits_up"]) - float(info["bits_up"]) == 32 * 10 * messages
+
+
+def test_nodes_whose_time_is_multiplied_by_zero_are_refused():
+    with pytest.raises(ValueError, match="steps take time, got variation=0.*leave it out"):
+        decentralized.FinishingNodes(DATA, fedsim.Batches(size=1), fedsim.systems.Devices(variation=0.0))
+
+
+def test_nodes_that_keep_their_optimizer_lose_no_gradients():
+    optimizer = optax.MultiSteps(optax.sgd(0.1), 3).gradient_transformation()
+    options = {"client_optimizer": optimizer, "batches": fedsim.Batches(size=1, steps=2)}
+    with jax.numpy_dtype_promotion("standard"):  # required by optax.MultiSteps
+        make("DecentralizedDiLoCo", **options).check(DATA)  # warnings are errors
+        with pytest.warns(UserWarning, match="moves after every 3 steps"):
+            make("DFedAvg", **options).check(DATA)
+
+
+def test_nodes_that_do_not_wait_keep_what_their_steps_keep():
+    class Counting(decentralized.ADPSGD):
+        def training_memory(self, models):
+            return jnp.zeros(self.topology.nodes, jnp.int32)
+
+        def train_node(self, shared, client, kept):
+            return super().train_node(shared, client, kept)[0], kept + 1
+
+    settings = {"model": federation.model(), "batches": linear_models.ONE_STEP, "topology": RING}
+    algorithm = Counting(client_optimizer=optax.sgd(RATE), execution=fedsim.Jit(), **settings)
+    assert run(algorithm, 2)[0].training.tolist() == [2] * 6

@@ -25,6 +25,13 @@ def test_spectral_gap_of_rings(nodes, value):
     assert gap(decentralized.ring(nodes)) == pytest.approx(2 / 3 * (1 - math.cos(2 * math.pi / nodes)), abs=1e-9)
 
 
+@pytest.mark.parametrize("weights", ["auto", "edges"])
+def test_in_a_round_without_edges_nodes_keep_their_values(weights):
+    on, off = (nx.Graph([(0, 1, {"weight": weight})]) for weight in (0.25, 0.0))
+    mixing, idle = Topology([on, off]).matrices(weights)
+    assert (mixing.toarray().tolist(), idle.toarray().tolist()) == ([[0.75, 0.25], [0.25, 0.75]], [[1, 0], [0, 1]])
+
+
 @pytest.mark.parametrize(("nodes", "value"), [(9, 0.6), (16, 0.4), (25, 0.276393), (64, 0.117157), (256, 0.030448)])
 def test_spectral_gap_of_tori(nodes, value):
     assert gap(decentralized.torus(nodes)) == pytest.approx(value, abs=5e-7)

@@ -163,6 +163,18 @@ def test_messages_have_the_sizes_of_closed_forms():
     assert up["cvfl"] == (whole, 2 * whole + top)  # the embeddings of the two others, and the top model
 
 
+def test_bits_of_large_messages_do_not_wrap():
+    """Two embeddings of 2**31 bits each are more than ``uint32`` has."""
+    data, key, n = people(), jax.random.key(0), 2**16
+    model = vertical.VerticalModel.of(data, bottoms=vertical.dense(2**10), top=vertical.concatenate(3), num_classes=3)
+    algorithm = vertical.CVFL(model=model, optimizer=optax.sgd(0.1), compressor=Identity())
+    features = {party: jax.ShapeDtypeStruct((n, width), np.float32) for party, width in model.widths.items()}
+    batch = vertical.VerticalBatch(features, jax.ShapeDtypeStruct((n,), np.int32), key)
+    _, info = jax.eval_shape(algorithm.apply, jax.eval_shape(algorithm.init, key), batch)
+    assert {x.dtype for x in info["bits_up"].values()} == {np.dtype("uint32")}
+    assert {x.dtype for x in info["bits_down"].values()} == {np.dtype("float32")}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [vertical.FedBCD, vertical.SplitLearning, vertical.CVFL])
 def test_a_missing_party_sends_nothing_and_does_not_step_and_the_others_do_as_if_its_embedding_were_zero(cls):
