@@ -159,8 +159,8 @@ class FinishingNodes:
             )
         if self.devices.variation == Constant(0.0):
             raise ValueError(
-                "Expected devices whose steps take time, got variation=0, by which their time is multiplied: one node would finish "
-                "before any other in every round; leave it out for no variation."
+                "Expected devices whose steps take time, got variation=0, by which their time is multiplied: one node would "
+                "finish before any other in every round; leave it out for no variation."
             )
         self._cohorts: list[tuple[list[int], float]] = []
         self._events = self._finish()
