@@ -363,8 +363,8 @@ class RunConfig:
     sampler: str | None = _option(
         None,
         "training",
-        "How the clients of a round are chosen: oort, weighted or 'power_of_choice(candidates=30)', both with --weighting "
-        "uniform, ...; default: uniform. "
+        "How the clients of a round are chosen: weighted, 'power_of_choice(candidates=30)', oort, ...; default: uniform. "
+        "weighted and power_of_choice choose by size, so give --weighting uniform. "
         "With poisson, each is chosen with the same probability, and --clients is their number on average; with "
         "'cyclic_poisson(cycle=10)', each of a group, and 10 groups take turns.",
         of_sampler=True,
