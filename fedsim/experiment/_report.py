@@ -105,7 +105,8 @@ def closing_table(
         rows += [*_best_by_validation(history), ""] if "validation" in shown else []
     rows.append(f"wall time  {seconds:.1f} s")
     if rate:
-        rows[-1] += f", {rate:{',.0f' if rate >= 10 else '.2f' if rate >= 0.01 else '.2g'}} rounds/s"
+        shown_rate = f"{rate:{',.0f' if rate >= 10 else '.2f' if rate >= 0.01 else '.2g'}}"
+        rows[-1] += f", {shown_rate} rounds/s without compilation and evaluations"
     clock = [line for line in history if "updates_late" in line]
     if clock:
         total = {name: sum(line[name] for line in clock) for name in ("updates_late", "updates_lost", "updates_dropped")}
