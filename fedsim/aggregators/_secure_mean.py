@@ -49,8 +49,8 @@ class SecureMean(SumAggregator):
 
     What clients keep follows their updates before this clipping and rounding. So sums that are kept at clients and at the
     server, as in SCAFFOLD, FedDyn, FedDC and Scaffnew, differ by what is clipped. Clients keep nothing of a round in which
-    fewer than ``minimum`` of them take a step. If enough do, and so many updates are dropped that the sum is hidden, the others
-    keep what they have computed.
+    fewer than ``minimum`` of them take a step. If enough do, and so many updates are dropped that the sum is hidden, those
+    whose updates were not dropped keep what they have computed.
 
     Attributes:
       max_weight: largest weight of a client, positive; larger ones are clipped. Give 1 for ``weighting="uniform"``, and for

@@ -10,8 +10,8 @@ activations in training by r), static batch normalization and masked cross-entro
 ``weighting``. Sub-networks are simulated as the whole network with zeros, so a client computes as long as for the whole, and
 its messages count as if it sent all parameters; its info has the number that it really has. A client sends the number of its
 width beside its update, and the server divides by the share of the cohort's weight that has an entry, whatever the aggregator.
-So with a compressor that has errors in all entries, as one with a rotation has, those of narrow clients are divided by the
-share of the wide ones, too.
+A compressor with a rotation has errors in all entries. Those of narrow clients are divided by the share of the wide clients,
+too.
 """
 
 from __future__ import annotations

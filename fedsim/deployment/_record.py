@@ -74,7 +74,7 @@ class Record(_Lines):
     Args:
       folder: of the run.
       rounds: the number of server steps before this process.
-      synchronization: the class of the synchronization model, of which it depends how a server step uses the updates.
+      synchronization: the class of the synchronization model, which determines how a server step uses the updates.
       first: see `Nodes`.
 
     Attributes:

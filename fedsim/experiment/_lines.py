@@ -42,8 +42,7 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
       (``loss``); ``num_examples``; the bits that all clients sent and received (``bits_up``, ``bits_down``, and the estimate
       ``entropy_bits_up`` if it differs from ``bits_up``); ``dropped``, the number of updates that were not finite; the mean
       and the largest ``staleness`` of the clients, and ``staleness_counts``, how many have each staleness from 0 on, if the
-      algorithm has one; and ``seconds``, the wall time of the round, without evaluations
-      and checkpoints.
+      algorithm has one; and ``seconds``, the wall time of the round, without evaluations and checkpoints.
 
     Raises:
       ValueError: an algorithm reports a value with a name that the run itself gives, or that of an evaluation.
